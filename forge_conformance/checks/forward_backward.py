@@ -1,0 +1,763 @@
+"""Area forward_backward: the loss of this batch, its gradient added, and nothing else changed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forge.api import TextTrainBatch
+from forge_conformance.checks.comparing import (
+    added,
+    expect_same_effect,
+    expect_same_tensors,
+    losses_of,
+    without_loss_scale,
+)
+from forge_conformance.checks.registry import check
+from forge_conformance.contract import Need
+from forge_conformance.finding import (
+    NotChecked,
+    Undecided,
+    broken,
+    expect,
+    expect_near,
+    expect_same,
+)
+from forge_conformance.lab import Lab, Program
+from forge_conformance.observe.graph import walk
+from forge_conformance.oracle.losses import loss_value
+from forge_conformance.oracle.tolerance import value_error
+from forge_conformance.scenarios import failures
+from forge_conformance.scenarios.batches import batches, kept_mask, make_batch
+from forge_conformance.scenarios.losses import (
+    Loss,
+    Witness,
+    every_logit,
+    mean_nll,
+    summed_nll,
+    times,
+)
+from forge_conformance.subject import CallFailed, Subject
+
+_LOSSES = {"mean_nll": mean_nll, "summed_nll": summed_nll, "every_logit": every_logit}
+
+
+def _custom_losses(_domain: object) -> st.SearchStrategy[str]:
+    return st.sampled_from(sorted(_LOSSES))
+
+
+def _places(_domain: object) -> st.SearchStrategy[int]:
+    return st.integers(0, 2**10)
+
+
+# What the loss is
+
+
+@check("forward_backward.loss_value", batch=batches(), loss=_custom_losses)
+def the_loss_is_this_batchs(lab: Lab, batch: TextTrainBatch, loss: str) -> None:
+    """Is the loss scaled, averaged again, rounded, or smoothed over calls before it is returned?
+    Is it the custom loss's value, of this batch, with the weights as they are?"""
+    trainer = lab.trainer
+    witness = Witness(_LOSSES[loss])
+    logits = trainer.forward(batch.input_ids)
+    reported = trainer.forward_backward(batch, witness).loss
+    trainer.clear_gradients()
+    if witness.logits is not None:
+        exact, plain = loss_value(_LOSSES[loss], witness.logits, batch)
+        precise = torch.promote_types(witness.logits.dtype, torch.float32)
+        expect_near(
+            reported,
+            exact,
+            f"the value of the custom loss {loss} on the logits that it was given",
+            value_error(exact, plain, precise, scale=1.0),
+        )
+    if not lab.stochastic:
+        if witness.logits is not None:
+            what = "the logits given to the custom loss are those of forward"
+            expect_same(witness.logits, logits, what, lab.logits_allowed)
+        else:
+            exact, plain = loss_value(_LOSSES[loss], logits, batch)
+            allowed = value_error(exact, plain, lab.dtype, scale=1.0)
+            expect_near(reported, exact, f"the custom loss {loss} of forward's logits", allowed)
+    other = make_batch(lab.domain, lab.domain.usual_shape, seed=5)
+    first, _, again = losses_of(lab, batch, other, batch)
+    expect_near(
+        again,
+        first,
+        "the default loss of the same batch after a call on another one",
+        value_error(first, first, lab.dtype),
+    )
+
+
+@check("forward_backward.custom_loss", batch=batches(), loss=_custom_losses)
+def the_custom_loss_is_differentiated(lab: Lab, batch: TextTrainBatch, loss: str) -> None:
+    """What is handed to `loss_fn`, and what is done to its value before backward: a division by a
+    number of microbatches or ranks, a detached or recomputed loss, the default loss instead?"""
+    trainer = lab.trainer
+    parameters = lab.parameters(trainer) if lab.sees_gradients else None
+    seen: dict[str, Any] = {}
+
+    def differentiate(outputs: dict[str, Any], given: TextTrainBatch) -> Tensor:
+        logits = outputs["logits"]
+        seen.update(shape=list(logits.shape), graph=logits.requires_grad, batch=given)
+        value = _LOSSES[loss](outputs, given)
+        if parameters is not None and logits.requires_grad:
+            seen["gradients"] = _own_gradients(value, walk(logits).leaves)
+        return value
+
+    trainer.forward_backward(batch, differentiate)
+    accumulated = parameters.gradients() if parameters is not None else {}
+    trainer.clear_gradients()
+    if not seen:
+        raise Undecided("the loss runs in another process, where it can't be watched")
+    wanted = [*batch.input_ids.shape, lab.domain.vocab_size]
+    expect(
+        seen["shape"] == wanted and seen["graph"],
+        expected=f'outputs["logits"] of shape {wanted} with an autograd graph',
+        seen=f"shape {seen['shape']}, requires_grad={seen['graph']}",
+    )
+    _expect_same_batch(seen["batch"], batch)
+    own = seen.get("gradients")
+    if own is not None and lab.target.parameters is None:
+        reference = {f"leaf {i}": gradient for i, gradient in enumerate(own)}
+        expect_same_tensors(
+            without_loss_scale(lab, trainer, accumulated, reference),
+            reference,
+            "the accumulated gradient is that of the custom loss's value",
+            lab.gradients_allowed,
+        )
+
+
+@check("forward_backward.custom_loss_once", batch=batches(), loss=_custom_losses)
+def the_next_call_uses_the_default(lab: Lab, batch: TextTrainBatch, loss: str) -> None:
+    """Is `loss_fn` stored on the trainer and found there by the next call without one?"""
+
+    def custom(subject: Subject) -> None:
+        subject.forward_backward(batch, _LOSSES[loss])
+        subject.clear_gradients()
+
+    def then_default(subject: Subject) -> float:
+        custom(subject)
+        return subject.forward_backward(batch).loss
+
+    def twice_default(subject: Subject) -> float:
+        subject.forward_backward(batch)
+        subject.clear_gradients()
+        return subject.forward_backward(batch).loss
+
+    after_custom, after_default = lab.effects(then_default, twice_default)
+    expect_same_effect(
+        lab,
+        after_custom,
+        after_default,
+        "what a call without loss_fn accumulates after one with it is as after any other",
+        exact=True,
+    )
+
+
+@check(
+    "forward_backward.default_loss",
+    batch=batches(min_seq=2, masks=("all", "ragged", "none")),
+    place=_places,
+)
+def masks_and_weights_mean_what_they_say(lab: Lab, batch: TextTrainBatch, place: int) -> None:
+    """How does the default loss use `target_mask` and `target_weights`? Look for a shift of the
+    targets or the mask by one, a mask taken from the ids (padding, end of sequence), weights cast
+    to integers, a product where positions ought to be left out, a mean over all positions."""
+    logits = lab.trainer.forward(batch.input_ids)
+    _expect_masked_targets_ignored(lab, batch, place)
+    _expect_kept_targets_counted(lab, batch, logits, place)
+    _expect_none_means_ones(lab, batch)
+    _expect_weights_are_factors(lab, batch, logits, place)
+
+
+@check("forward_backward.declared_loss", batch=batches())
+def the_default_loss_is_the_declared_one(lab: Lab, batch: TextTrainBatch) -> None:
+    """Compare the trainer's loss with the declared one: normaliser (kept tokens, sum of weights,
+    batch), shift, label smoothing, auxiliary terms that are on although they should be off."""
+    declared = lab.target.default_loss
+    if declared is None:
+        raise NotChecked("the default loss isn't declared", Need.DECLARED_DEFAULT_LOSS)
+    if lab.stochastic:
+        raise NotChecked("dropout: the training logits aren't those of forward")
+    trainer = lab.trainer
+    logits = trainer.forward(batch.input_ids)
+    exact, plain = loss_value(declared, logits, batch)
+    reported = trainer.forward_backward(batch).loss
+    expect_near(
+        reported,
+        exact,
+        "the declared default loss of forward's logits in float64",
+        value_error(exact, plain, lab.dtype, scale=1.0),
+    )
+
+
+# What it does to the trainer
+
+
+@check("forward_backward.weights_fixed", batch=batches())
+def only_gradients_change(lab: Lab, batch: TextTrainBatch) -> None:
+    """Does `forward_backward` update anything: an optimizer hooked into backward, weight decay, a
+    running statistic that `forward` reads?"""
+    trainer = lab.trainer
+    parameters = lab.parameters(trainer) if lab.sees_gradients else None
+    weights = parameters.weights() if parameters else {}
+    logits = trainer.forward(batch.input_ids)
+    trainer.forward_backward(batch)
+    trainer.forward_backward(batch, summed_nll)
+    what = "weights after forward_backward are those before"
+    if parameters:
+        expect_same_tensors(parameters.weights(), weights, what, None)
+    expect_same(trainer.forward(batch.input_ids), logits, what, lab.unmoved_allowed)
+
+
+@check(
+    "forward_backward.accumulates",
+    first=batches(),
+    second=batches(),
+    loss=lambda _: st.sampled_from(["default", *sorted(_LOSSES)]),
+)
+def gradients_add_up(lab: Lab, first: TextTrainBatch, second: TextTrainBatch, loss: str) -> None:
+    """Is anything done to gradients that are already there: zeroed, averaged, clipped, divided by
+    the number of calls, kept for the last microbatch only?"""
+    loss_fn = _LOSSES.get(loss)
+    both, one, other, both_reversed = lab.effects(
+        _calls(first, second, loss_fn=loss_fn),
+        _calls(first, loss_fn=loss_fn),
+        _calls(first, None, second, loss_fn=loss_fn),
+        _calls(second, first, loss_fn=loss_fn),
+    )
+    if not lab.stochastic:
+        what = "what two calls accumulate doesn't depend on their order"
+        expect_same_effect(lab, both_reversed, both, what, exact=True)
+    if both.from_gradients:
+        expect_same_effect(
+            lab, both, added(one, other), "the gradient of two calls is the sum of theirs"
+        )
+
+
+@check(
+    "forward_backward.linear_in_loss",
+    batch=batches(),
+    loss=_custom_losses,
+    factor=lambda _: st.sampled_from([2.0, 0.5, -1.0, 3.0, 0.1, 64.0]),
+)
+def gradients_scale_with_the_loss(
+    lab: Lab, batch: TextTrainBatch, loss: str, factor: float
+) -> None:
+    """Is each call's gradient clipped or normalised? Is the loss scaled by something that depends
+    on its size?"""
+    base = _LOSSES[loss]
+    once, scaled, halves = lab.effects(
+        lambda subject: subject.forward_backward(batch, base),
+        lambda subject: subject.forward_backward(batch, times(factor, base)),
+        lambda subject: [subject.forward_backward(batch, times(0.5, base)) for _ in range(2)],
+    )
+    if not lab.stochastic:
+        expect_same_effect(
+            lab, halves, once, "two calls with half the loss accumulate what one does", exact=True
+        )
+    if once.from_gradients:
+        expect_same_effect(
+            lab,
+            scaled,
+            once.times(factor),
+            f"{factor} times the loss has {factor} times the gradient",
+        )
+
+
+@check("forward_backward.batch_untouched", batch=batches())
+def batches_stay_as_they_were(lab: Lab, batch: TextTrainBatch) -> None:
+    """Does anything write into the batch: `masked_fill_` on the targets, a mask applied in place,
+    a field replaced?"""
+    trainer = lab.trainer
+    rows = batch.input_ids[:1].expand(batch.input_ids.shape)
+    aliased = replace(batch, input_ids=batch.input_ids, target_ids=batch.input_ids)
+    repeated = replace(batch, input_ids=rows, target_ids=rows)
+    for given in (batch, aliased, repeated):
+        before = {name: _copied(getattr(given, name)) for name in _FIELDS}
+        objects = {name: getattr(given, name) for name in _FIELDS}
+        for loss_fn in (None, mean_nll):
+            trainer.forward_backward(given, *([loss_fn] if loss_fn else []))
+        for name in _FIELDS:
+            expect(
+                getattr(given, name) is objects[name],
+                expected=f"batch.{name} to stay the object that it was",
+                seen="another object",
+            )
+            if before[name] is not None:
+                expect_same(
+                    objects[name], before[name], f"batch.{name} after the call is as before"
+                )
+
+
+# Edges
+
+
+@check("forward_backward.all_masked", batch=batches(masks=("all",)))
+def nothing_kept_means_nothing_done(lab: Lab, batch: TextTrainBatch) -> None:
+    """Is the loss divided by the number of kept targets without a guard for 0? Does an auxiliary
+    term remain? Is a call without kept targets counted into a mean over microbatches?"""
+    trainer = lab.trainer
+    empty = replace(batch, target_mask=torch.zeros_like(batch.target_ids))
+    before = trainer.get_status()
+    try:
+        loss = trainer.forward_backward(empty).loss
+    except CallFailed:
+        expect(
+            trainer.get_status() == before,
+            expected=f"the status {tuple(before)} after a refused batch",
+            seen=f"{tuple(trainer.get_status())}",
+        )
+    else:
+        expect(math.isfinite(loss), expected="a finite loss or an error", seen=f"loss {loss}")
+    trainer.clear_gradients()
+    useful = make_batch(lab.domain, lab.domain.usual_shape)
+
+    def useful_then_empty(subject: Subject) -> None:
+        subject.forward_backward(useful)
+        _attempt(subject, empty)
+
+    with_empty, without, alone = lab.effects(
+        useful_then_empty, _calls(useful), lambda subject: _attempt(subject, empty)
+    )
+    expect_same_effect(
+        lab, with_empty, without, "a batch that keeps nothing adds nothing", exact=True
+    )
+    if alone.from_gradients:
+        expect(alone.empty, expected="zero gradient", seen="a gradient that isn't zero")
+
+
+@check("forward_backward.edge_shapes")
+def edge_shapes_are_taken(lab: Lab) -> None:
+    """Which shape or mask dtype takes another path: a squeeze that drops a batch of 1, a shift
+    that leaves nothing of one position, `~mask` on integers, an off-by-one at `max_seq_len`?"""
+    trainer = lab.trainer
+    for shape in lab.domain.edge_shapes:
+        batch = make_batch(lab.domain, shape, mask="ragged", weights="fractional")
+        losses = {}
+        for dtype in (torch.float32, torch.bool, torch.int64):
+            mask = batch.target_mask.to(dtype) if batch.target_mask is not None else None
+            trainer.clear_gradients()
+            lab.reseed()
+            losses[dtype] = trainer.forward_backward(replace(batch, target_mask=mask)).loss
+            expect(
+                math.isfinite(losses[dtype]),
+                expected=f"a finite loss for shape {list(shape)}, mask of {dtype}",
+                seen=f"{losses[dtype]}",
+            )
+            trainer.forward_backward(replace(batch, target_mask=mask), mean_nll)
+        for dtype, loss in losses.items():
+            if lab.stochastic:
+                break
+            reference = losses[torch.float32]
+            expect_near(
+                loss,
+                reference,
+                f"the loss for shape {list(shape)} with a mask of {dtype} as with one of float32",
+                value_error(reference, reference, lab.dtype),
+            )
+
+
+@check("forward_backward.bad_input")
+def bad_batches_are_refused(lab: Lab) -> None:
+    """Validate a batch before anything else: ids against the vocabulary, kept targets too (-100
+    is the usual ignore index), dtypes, rank, equal shapes, emptiness, length. Clamping, wrapping,
+    broadcasting and cutting all train on something that the caller didn't send."""
+    trainer = lab.trainer
+    for what, batch in failures.bad_batches(lab.domain).items():
+        try:
+            loss = trainer.forward_backward(batch).loss
+        except CallFailed as refusal:
+            text = str(refusal.error).strip()
+            expect(
+                bool(text),
+                expected=f"an error that says what is wrong with {what}",
+                seen=f"{type(refusal.error).__name__} without a message",
+            )
+        else:
+            broken(expected=f"a batch with {what} to be refused", seen=f"the loss {loss}")
+    _expect_masked_junk_harmless(lab)
+    _expect_long_sequences_whole(lab)
+
+
+# Failures
+
+
+@check("forward_backward.failure_atomic", first=batches(), second=batches())
+def a_failed_call_changes_nothing(lab: Lab, first: TextTrainBatch, second: TextTrainBatch) -> None:
+    """What has already happened when a call fails: the count raised, gradients zeroed, the mode
+    switched, part of the batch accumulated? Is the loss function's exception replaced or lost?"""
+    bad = failures.bad_batches(lab.domain)["an input id equal to vocab_size"]
+    failing: dict[str, tuple[TextTrainBatch, Loss | None]] = {
+        "an input id outside the vocabulary": (bad, None),
+        "a loss_fn that raises": (second, failures.raising_loss),
+        "a loss_fn that returns a vector": (second, failures.vector_loss),
+    }
+    trainer = lab.trainer
+    for what, (batch, loss_fn) in failing.items():
+        logits = trainer.forward(first.input_ids)
+        trainer.forward_backward(first)
+        before = trainer.get_status()
+        error = _attempt(trainer, batch, loss_fn)
+        if error is None:
+            broken(expected=f"an error for {what}", seen="a result")
+        if loss_fn is failures.raising_loss:
+            expect(
+                failures.names_the_cause(error),
+                expected="the loss function's own DeliberateError, as such, as cause, or named",
+                seen=f"{type(error).__name__}: {error}",
+            )
+        after = trainer.get_status()
+        expect(
+            after == before,
+            expected=f"the status {tuple(before)} as before {what}",
+            seen=f"{tuple(after)}",
+        )
+        expect_same(
+            trainer.forward(first.input_ids), logits, f"logits after {what}", lab.unmoved_allowed
+        )
+        trainer.clear_gradients()
+        _expect_failure_without_trace(lab, what, first, second, batch, loss_fn)
+
+
+@check("forward_backward.failure_in_backward", batch=batches())
+def sound_again_after_a_broken_backward(lab: Lab, batch: TextTrainBatch) -> None:
+    """Is the call counted before backward has ended? What of a half-done backward does
+    `clear_gradients` leave: gradients of some parameters, buckets, hooks, streams?"""
+    trainer = lab.trainer
+    for loss_fn in _breaking_losses(lab):
+        logits = trainer.forward(batch.input_ids)
+        before = trainer.get_status()
+        if _attempt(trainer, batch, loss_fn) is None:
+            broken(expected="an error when backward raises", seen="a result")
+        after = trainer.get_status()
+        expect(after == before, expected=f"status {tuple(before)}", seen=f"{tuple(after)}")
+        what = "logits after a call that failed in backward are those before"
+        expect_same(trainer.forward(batch.input_ids), logits, what, lab.unmoved_allowed)
+        trainer.clear_gradients()
+        if lab.stochastic:
+            continue
+        recovered, clean = lab.effects(
+            _calls(batch, None, batch, loss_fn=None, failing_first=loss_fn), _calls(batch)
+        )
+        expect_same_effect(
+            lab,
+            recovered,
+            clean,
+            "after a failed backward and clear_gradients a call accumulates what it always does",
+            exact=True,
+        )
+
+
+@check("forward_backward.failure_keeps_gradients", batch=batches())
+def a_broken_backward_keeps_earlier_gradients(lab: Lab, batch: TextTrainBatch) -> None:
+    """A backward that fails half-way has added to some gradients: compute into fresh ones and add
+    them at the end, or restore the old ones."""
+    other = make_batch(lab.domain, lab.domain.usual_shape, seed=3)
+    for loss_fn in _breaking_losses(lab):
+
+        def fails_later(subject: Subject, loss_fn: Loss = loss_fn) -> None:
+            subject.forward_backward(batch)
+            _attempt(subject, other, loss_fn)
+
+        with_failure, without = lab.effects(fails_later, _calls(batch))
+        expect_same_effect(
+            lab,
+            with_failure,
+            without,
+            "gradients accumulated before a call that failed in backward are still there",
+            exact=True,
+        )
+
+
+@check("forward_backward.nonfinite_visible")
+def a_nonfinite_loss_is_shown(lab: Lab) -> None:
+    """Is NaN replaced (`nan_to_num`, a running mean, the last good value) before it is returned?"""
+    batch = make_batch(lab.domain, lab.domain.usual_shape, mask="all")
+    for bad in (math.nan, math.inf):
+        weights = torch.ones_like(batch.target_ids, dtype=torch.float32)
+        weights[-1, -1] = bad
+        attempts: dict[str, tuple[TextTrainBatch, Loss | None]] = {
+            f"a custom loss of {bad}": (batch, times(bad, mean_nll)),
+            f"a kept target of weight {bad}": (replace(batch, target_weights=weights), None),
+        }
+        for what, (given, loss_fn) in attempts.items():
+            subject = lab.fresh()
+            try:
+                subject.forward_backward(batch)
+                loss = subject.forward_backward(given, *([loss_fn] if loss_fn else [])).loss
+            except CallFailed:
+                continue
+            expect(
+                not math.isfinite(loss),
+                expected=f"a loss that isn't finite, or an error, for {what}",
+                seen=f"loss {loss}",
+            )
+
+
+@check("forward_backward.learns")
+def the_default_loss_falls(lab: Lab) -> None:
+    """Does an update move the weights against the gradient, with a learning rate that does
+    something? Is every layer reached?"""
+    subject = lab.fresh()
+    batch = make_batch(lab.domain, lab.domain.usual_shape, mask="all")
+    losses = []
+    for _ in range(36):
+        losses.append(subject.forward_backward(batch).loss)
+        subject.optim_step()
+    start, end = losses[0], sum(losses[-3:]) / 3
+    expect(
+        end < start,
+        expected="a lower default loss after 36 updates on one batch",
+        seen=f"{start:.5g} at first, {end:.5g} at last",
+    )
+
+
+# Parts
+
+
+_FIELDS = ("input_ids", "target_ids", "target_mask", "target_weights")
+
+
+def _calls(
+    *batches_or_clear: TextTrainBatch | None,
+    loss_fn: Loss | None = None,
+    failing_first: Loss | None = None,
+) -> Program[None]:
+    """A call of `forward_backward` for each batch; None stands for `clear_gradients`."""
+
+    def program(subject: Subject) -> None:
+        for index, batch in enumerate(batches_or_clear):
+            if batch is None:
+                subject.clear_gradients()
+            elif index == 0 and failing_first is not None:
+                _attempt(subject, batch, failing_first)
+            else:
+                subject.forward_backward(batch, *([loss_fn] if loss_fn else []))
+
+    return program
+
+
+def _attempt(
+    subject: Subject, batch: TextTrainBatch, loss_fn: Loss | None = None
+) -> BaseException | None:
+    """The error that a call ends in, if it does."""
+    try:
+        subject.forward_backward(batch, *([loss_fn] if loss_fn else []))
+    except CallFailed as failure:
+        return failure.error
+    return None
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _breaking_losses(lab: Lab) -> list[Loss]:
+    if lab.graph is None or not lab.graph.readable:
+        return [failures.breaking_backward]
+    return [failures.breaking_backward, failures.breaking_backward_late()]
+
+
+def _own_gradients(value: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor] | None:
+    """The gradient of `value` by the kit's own call of autograd; None where a graph forbids it."""
+    try:
+        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return None
+    return [
+        torch.zeros_like(leaf, device="cpu") if gradient is None else gradient.detach().cpu()
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+    ]
+
+
+def _expect_same_batch(given: Any, batch: TextTrainBatch) -> None:
+    for name in _FIELDS:
+        sent, received = getattr(batch, name), getattr(given, name, None)
+        same = (received is None) == (sent is None)
+        if same and sent is not None:
+            same = isinstance(received, Tensor) and torch.equal(received.cpu(), sent)
+        expect(
+            same,
+            expected=f"loss_fn to be given the batch's own {name}",
+            seen=f"{received!r:.200} instead of {sent!r:.200}",
+        )
+
+
+def _expect_masked_targets_ignored(lab: Lab, batch: TextTrainBatch, place: int) -> None:
+    masked = (~kept_mask(batch)).nonzero()
+    if not len(masked):
+        return
+    changed = batch.target_ids.clone()
+    for row, column in masked.tolist():
+        changed[row, column] = (changed[row, column] + 1 + place) % lab.domain.vocab_size
+    other = replace(batch, target_ids=changed)
+    loss, with_others = losses_of(lab, batch, other)
+    what = "the loss with other ids at masked targets is the same"
+    expect_near(with_others, loss, what, value_error(loss, loss, lab.dtype))
+    seen, reference = lab.effects(_calls(other), _calls(batch))
+    what = "the gradient with other ids at masked targets is the same"
+    expect_same_effect(lab, seen, reference, what, exact=True)
+
+
+def _expect_kept_targets_counted(
+    lab: Lab, batch: TextTrainBatch, logits: Tensor, place: int
+) -> None:
+    kept = kept_mask(batch).nonzero()
+    row, column = kept[place % len(kept)].tolist()
+    only = torch.zeros_like(batch.target_ids)
+    only[row, column] = 1
+    at_place = logits[row, column].double()
+    changed = batch.target_ids.clone()
+    changed[row, column] = _farthest(at_place, int(changed[row, column]))
+    if changed[row, column] == batch.target_ids[row, column]:
+        return
+    for mask in (batch.target_mask, only):
+        given = replace(batch, target_mask=mask, target_weights=None)
+        loss, with_other = losses_of(lab, given, replace(given, target_ids=changed))
+        expect(
+            loss != with_other,
+            expected=f"another loss for another id at the kept target [{row}, {column}]",
+            seen=f"loss {loss:.9g} for both",
+        )
+    if not lab.stochastic:
+        _expect_right_position(lab, replace(given, target_mask=only), logits, (row, column))
+
+
+def _expect_right_position(
+    lab: Lab, batch: TextTrainBatch, logits: Tensor, place: tuple[int, int]
+) -> None:
+    """With one kept target, a loss that is the cross entropy of it at another position's logits."""
+    row, column = place
+    loss = losses_of(lab, batch)[0]
+    target = int(batch.target_ids[row, column])
+    entropies = -logits[row].double().log_softmax(-1)[:, target]
+    allowed = 1e-6 * abs(loss)
+    if abs(loss - entropies[column].item()) <= allowed:
+        return
+    for other in (column - 1, column + 1):
+        if 0 <= other < len(entropies) and abs(loss - entropies[other].item()) <= allowed:
+            broken(
+                expected=f"target [{row}, {column}] predicted from the logits at its position",
+                seen=f"the cross entropy of it and the logits at [{row}, {other}]: shifted by one",
+            )
+
+
+def _expect_none_means_ones(lab: Lab, batch: TextTrainBatch) -> None:
+    ones = torch.ones_like(batch.target_ids, dtype=torch.float32)
+    bare = replace(batch, target_weights=None, target_mask=None)
+    masked = replace(bare, target_mask=batch.target_mask)
+    for what, left, right in (
+        ("target_mask=None as a mask of ones", bare, replace(bare, target_mask=ones)),
+        ("target_weights=None as weights of one", masked, replace(masked, target_weights=ones)),
+    ):
+        loss, with_ones = losses_of(lab, left, right)
+        expect_near(with_ones, loss, f"the loss with {what}", value_error(loss, loss, lab.dtype))
+
+
+def _expect_weights_are_factors(
+    lab: Lab, batch: TextTrainBatch, logits: Tensor, place: int
+) -> None:
+    """A weight of 0 takes a target's influence away; one between 0 and 1 is neither."""
+    kept = kept_mask(batch).nonzero()
+    if len(kept) < 2:
+        return
+    row, column = kept[place % len(kept)].tolist()
+
+    def weighted(weight: float, target: int) -> TextTrainBatch:
+        weights = torch.ones_like(batch.target_ids, dtype=torch.float32)
+        weights[row, column] = weight
+        ids = batch.target_ids.clone()
+        ids[row, column] = target
+        return replace(batch, target_ids=ids, target_weights=weights)
+
+    least_likely = int(logits[row, column].argmin())
+    likeliest = int(logits[row, column].argmax())
+    none, none_too, half, full = losses_of(
+        lab,
+        weighted(0.0, least_likely),
+        weighted(0.0, likeliest),
+        weighted(0.5, least_likely),
+        weighted(1.0, least_likely),
+    )
+    expect_near(
+        none_too,
+        none,
+        f"the loss with another id at target [{row}, {column}] of weight 0",
+        value_error(none, none, lab.dtype),
+    )
+    noise = value_error(full, full, lab.dtype).error
+    if abs(full - none) <= 4 * noise:
+        return
+    expect(
+        abs(half - none) > noise and abs(half - full) > noise,
+        expected=f"weight 0.5 at [{row}, {column}] to be neither weight 0 nor weight 1",
+        seen=f"loss {half:.9g}; with weight 0 {none:.9g}, with weight 1 {full:.9g}",
+    )
+
+
+def _farthest(values: Tensor, index: int) -> int:
+    """The index whose value is farthest from the one at `index`."""
+    return int((values - values[index]).abs().argmax())
+
+
+def _expect_masked_junk_harmless(lab: Lab) -> None:
+    batch = make_batch(lab.domain, lab.domain.usual_shape, mask="all")
+    mask = torch.ones_like(batch.target_ids)
+    mask[-1, -1] = 0
+    clean = replace(batch, target_mask=mask)
+    for junk in (-100, lab.domain.vocab_size + 7):
+        ids = batch.target_ids.clone()
+        ids[-1, -1] = junk
+        given = replace(clean, target_ids=ids)
+        if _attempt(lab.trainer, given) is not None:
+            continue
+        loss, with_junk = losses_of(lab, clean, given)
+        what = f"the loss with {junk} at a masked target, as it is accepted,"
+        expect_near(with_junk, loss, what, value_error(loss, loss, lab.dtype))
+
+
+def _expect_long_sequences_whole(lab: Lab) -> None:
+    longest = lab.domain.max_seq_len
+    if longest is None or longest != lab.domain.longest_seq or lab.domain.declared_shapes:
+        return
+    batch = make_batch(lab.domain, (1, longest + 3), mask="none")
+    if _attempt(lab.trainer, batch) is not None:
+        return
+    mask = torch.zeros_like(batch.target_ids)
+    mask[0, -1] = 1
+    last = replace(batch, target_mask=mask)
+    other = replace(last, target_ids=(batch.target_ids + 1) % lab.domain.vocab_size)
+    loss, with_other = losses_of(lab, last, other)
+    expect(
+        loss != with_other,
+        expected=f"{longest + 3} positions, over max_seq_len, refused or computed in full",
+        seen="a loss that doesn't depend on the last target: the sequence is cut",
+    )
+
+
+def _expect_failure_without_trace(
+    lab: Lab,
+    what: str,
+    first: TextTrainBatch,
+    second: TextTrainBatch,
+    batch: TextTrainBatch,
+    loss_fn: Loss | None,
+) -> None:
+    def with_failure(subject: Subject) -> None:
+        subject.forward_backward(first)
+        _attempt(subject, batch, loss_fn)
+        if not lab.stochastic:
+            subject.forward_backward(second)
+
+    following = (first,) if lab.stochastic else (first, second)
+    seen, reference = lab.effects(with_failure, _calls(*following))
+    expect_same_effect(
+        lab, seen, reference, f"accumulated gradients, as if {what} had never been sent", exact=True
+    )

@@ -1,0 +1,402 @@
+"""Area optim_step: one update from what was accumulated, counted, reported, and cleared."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forge.api import TextTrainBatch
+from forge_conformance.checks.comparing import stacked
+from forge_conformance.checks.registry import check
+from forge_conformance.contract import Need
+from forge_conformance.finding import (
+    NotChecked,
+    Undecided,
+    broken,
+    expect,
+    expect_near,
+    expect_same,
+    identical,
+)
+from forge_conformance.lab import Lab
+from forge_conformance.observe.parameters import Tensors
+from forge_conformance.oracle.optimizers import Replay, total_norm
+from forge_conformance.oracle.tolerance import (
+    FACTOR,
+    ULPS,
+    Allowed,
+    value_error,
+)
+from forge_conformance.scenarios.batches import batches, make_batch
+from forge_conformance.scenarios.losses import mean_nll, times
+from forge_conformance.subject import CallFailed, Subject
+
+
+@check("optim_step.step_and_count", batch=batches(), microbatches=lambda _: st.integers(1, 4))
+def the_result_tells_step_and_count(lab: Lab, batch: TextTrainBatch, microbatches: int) -> None:
+    """Is the result made before the counters move, or the count reset before it is read?"""
+    trainer = lab.trainer
+    before = trainer.get_status()
+    for _ in range(microbatches):
+        trainer.forward_backward(batch)
+    update = trainer.optim_step()
+    after = trainer.get_status()
+    expect(
+        update.step == after.step == before.step + 1,
+        expected=f"step {before.step + 1} from optim_step and from get_status after it",
+        seen=f"{update.step} and {after.step}",
+    )
+    expect(
+        update.accumulated_microbatches == microbatches,
+        expected=f"accumulated_microbatches = {microbatches}",
+        seen=f"{update.accumulated_microbatches}",
+    )
+
+
+@check("optim_step.clears", first=batches(), second=batches())
+def no_gradient_is_left(lab: Lab, first: TextTrainBatch, second: TextTrainBatch) -> None:
+    """Are all gradients zeroed after the update: those of every parameter group, and of separate
+    accumulators beside `.grad`?"""
+    if lab.sees_gradients:
+        trainer = lab.trainer
+        parameters = lab.parameters(trainer)
+        trainer.forward_backward(first)
+        trainer.optim_step()
+        left = total_norm(parameters.gradients())
+        expect(left == 0, expected="no gradient after optim_step", seen=f"one of norm {left:.4g}")
+
+    def training(subject: Subject, clear: bool) -> Tensor:
+        shown: list[Tensor | float] = []
+        for batch in (first, second, first):
+            shown.append(subject.forward_backward(batch).loss)
+            shown += subject.optim_step()[:2]
+            if clear:
+                subject.clear_gradients()
+        return stacked(*shown, subject.forward(first.input_ids))
+
+    with_clears, without = lab.pair_results(
+        lambda subject: training(subject, True), lambda subject: training(subject, False)
+    )
+    what = "a training with clear_gradients after each optim_step is the one without"
+    expect_same(with_clears, without, what, lab.run_allowed)
+
+
+@check("optim_step.lr_used")
+def the_reported_rate_is_the_one_used(lab: Lab) -> None:
+    """Is the rate read after the scheduler has moved on? It must be that of the update just made,
+    and the one that the optimizer really used."""
+    subject = lab.fresh()
+    batch = make_batch(lab.domain, lab.domain.usual_shape)
+    for update in range(6):
+        before = subject.forward(batch.input_ids)
+        subject.forward_backward(batch)
+        rate = subject.optim_step().learning_rate
+        expect(
+            math.isfinite(rate) and rate >= 0,
+            expected="a finite learning rate ≥ 0",
+            seen=f"{rate} at update {update}",
+        )
+        if rate == 0:
+            what = f"logits after update {update}, whose rate is reported as 0, are those before"
+            expect_same(subject.forward(batch.input_ids), before, what, lab.unmoved_allowed)
+        elif lab.target.learning_rate is not None:
+            declared = lab.target.learning_rate(update)
+            what = f"the rate of update {update} as declared"
+            expect_near(rate, declared, what, value_error(declared, declared, torch.float32))
+    _expect_rate_of_plain_sgd(lab, batch)
+
+
+@check("optim_step.schedule", pattern=lambda _: st.lists(st.integers(1, 3), min_size=4, max_size=8))
+def the_schedule_counts_updates(lab: Lab, pattern: list[int]) -> None:
+    """Is the scheduler stepped for each microbatch, twice an update (by the optimizer and by the
+    trainer), or by the number of ranks?"""
+    batch = make_batch(lab.domain, lab.domain.usual_shape)
+
+    def rates(microbatches: list[int]) -> list[float]:
+        subject = lab.fresh()
+        found = []
+        for count in microbatches:
+            for _ in range(count):
+                subject.forward_backward(batch)
+            found.append(subject.optim_step().learning_rate)
+        return found
+
+    one_each, by_pattern = rates([1] * len(pattern)), rates(pattern)
+    declared = lab.target.learning_rate
+    for update, (reference, rate) in enumerate(zip(one_each, by_pattern, strict=True)):
+        allowed = value_error(reference, reference, torch.float32)
+        what = f"the rate of update {update}, whatever the number of microbatches,"
+        expect_near(rate, reference, what, allowed)
+        if declared is not None:
+            expect_near(rate, declared(update), f"the declared rate of update {update}", allowed)
+
+
+@check("optim_step.updates_all", batch=batches(masks=("all", "none")))
+def every_parameter_moves(lab: Lab, batch: TextTrainBatch) -> None:
+    """Is every trainable parameter in the optimizer, in a group with a learning rate?"""
+    trainer = lab.trainer
+    parameters = lab.parameters(trainer)
+    before = parameters.weights()
+    trainer.forward_backward(batch)
+    gradients = parameters.gradients()
+    rate = trainer.optim_step().learning_rate
+    after = parameters.weights()
+    if rate == 0:
+        raise Undecided("the learning rate is 0")
+    if all(identical(after[name], before[name]) for name in before):
+        _expect_parameters_are_current(lab, trainer, before)
+    total = total_norm(gradients)
+    for name, gradient in gradients.items():
+        if not identical(after[name], before[name]) or not gradient.any():
+            continue
+        weight = before[name]
+        smallest_step = torch.finfo(weight.dtype).eps * weight.abs().max().item()
+        if rate * gradient.abs().max().item() > smallest_step and weight.dtype in _FULL:
+            share = total_norm({name: gradient}) / total
+            broken(
+                expected=f"{name} {list(weight.shape)} to change with learning rate {rate:.4g}",
+                seen=f"no change, though it has {share:.2g} of the gradient's norm",
+            )
+        lab.advise(f"an update was too small to move {name} in {weight.dtype}")
+
+
+@check(
+    "optim_step.update_rule",
+    first=batches(),
+    second=batches(),
+    factor=lambda _: st.sampled_from([1.0, 1000.0, 0.001]),
+)
+def weights_move_as_the_declared_optimizer_moves_them(
+    lab: Lab, first: TextTrainBatch, second: TextTrainBatch, factor: float
+) -> None:
+    """Compare the update with the declared optimizer, fed with the same gradients: its
+    hyper-parameters and their groups (weight decay on which parameters?), bias correction, the
+    clipping before it, anything done to the gradients between backward and step."""
+    _expect_declared_updates(lab, [[first], [second, first], [second]], factor)
+
+
+@check(
+    "optim_step.clip_once",
+    microbatches=lambda domain: st.lists(batches()(domain), min_size=2, max_size=4),
+)
+def clipping_sees_the_whole_gradient(lab: Lab, microbatches: list[TextTrainBatch]) -> None:
+    """Is `clip_grad_norm_` called in `forward_backward` instead of once before the update?"""
+    clip_norm = lab.target.clip_norm
+    if clip_norm is None:
+        raise NotChecked("whether and how it clips isn't declared", Need.DECLARED_CLIPPING)
+    trainer = lab.trainer
+    parameters = lab.parameters(trainer)
+    if math.isfinite(clip_norm):
+        binding = times(1e3 * max(clip_norm, 1e-3), mean_nll)
+        for batch in microbatches:
+            trainer.forward_backward(batch, binding)
+        norm = total_norm(parameters.gradients()) / _loss_scale(lab, trainer)
+        trainer.clear_gradients()
+        expect(
+            norm > 1.01 * clip_norm * len(microbatches) or norm == 0,
+            expected="accumulated gradients that aren't clipped before optim_step",
+            seen=f"a norm of {norm:.6g} after {len(microbatches)} large microbatches, "
+            f"where clip_norm is {clip_norm:g}",
+        )
+        if lab.target.optimizer is not None:
+            _expect_declared_updates(lab, [microbatches], 1e3 * max(clip_norm, 1e-3))
+
+
+@check("optim_step.empty", batch=batches())
+def an_update_of_nothing_does_nothing(lab: Lab, batch: TextTrainBatch) -> None:
+    """Does `optim_step` check that something was accumulated? Momentum and weight decay move
+    weights without a gradient; step and schedule must stay too. Better: raise."""
+
+    def training(subject: Subject, with_empty: bool) -> Tensor:
+        shown: list[Tensor | float] = []
+        for _ in range(2):
+            if with_empty:
+                _step_on_nothing(lab, subject)
+            subject.forward_backward(batch)
+            shown += subject.optim_step()[:2]
+            if with_empty:
+                _step_on_nothing(lab, subject)
+                subject.forward_backward(batch)
+                subject.clear_gradients()
+                _step_on_nothing(lab, subject)
+        return stacked(*shown, subject.forward(batch.input_ids))
+
+    _step_on_nothing(lab, lab.trainer)
+    if lab.stochastic:
+        return
+    with_empty, without = lab.pair_results(
+        lambda subject: training(subject, True), lambda subject: training(subject, False)
+    )
+    what = "steps, rates and logits of a training with empty updates in between are those without"
+    expect_same(with_empty, without, what, lab.run_allowed)
+
+
+@check("optim_step.nonfinite")
+def nonfinite_gradients_are_not_applied(lab: Lab) -> None:
+    """Check the gradient norm before the update (a clip factor of NaN multiplies every gradient),
+    and clear gradients, and the count with them, when the update is skipped."""
+    batch = make_batch(lab.domain, lab.domain.usual_shape, mask="all")
+    rates = _rates_of_fresh_trainer(lab, batch, updates=4)
+    subject = lab.fresh()
+    subject.forward_backward(batch)
+    subject.optim_step()
+    before, logits = subject.get_status(), subject.forward(batch.input_ids)
+    try:
+        subject.forward_backward(batch, times(math.nan, mean_nll))
+    except CallFailed:
+        raise Undecided("a loss of NaN is refused before it has a gradient") from None
+    with suppress(CallFailed):
+        subject.optim_step()
+    after = subject.get_status()
+    what = "logits after an update with a gradient of NaN are those before"
+    expect_same(subject.forward(batch.input_ids), logits, what, lab.unmoved_allowed)
+    subject.forward_backward(batch)
+    following = subject.optim_step()
+    expect(
+        bool(subject.forward(batch.input_ids).isfinite().all()),
+        expected="finite logits after the next update: the gradient of NaN is gone",
+        seen="logits that aren't finite",
+    )
+    expect(
+        following.accumulated_microbatches == 1,
+        expected="1 microbatch in the next update",
+        seen=f"{following.accumulated_microbatches}",
+    )
+    made = 1 + after.step - before.step
+    expect_near(
+        following.learning_rate,
+        rates[made],
+        f"the next rate, with the step counter at {after.step} after {before.step},",
+        value_error(rates[made], rates[made], torch.float32),
+    )
+
+
+# Parts
+
+
+_FULL = (torch.float32, torch.float64)
+
+
+def _step_on_nothing(lab: Lab, subject: Subject) -> None:
+    status = subject.get_status()
+    ids = make_batch(lab.domain, lab.domain.usual_shape).input_ids
+    logits = subject.forward(ids)
+    try:
+        subject.optim_step()
+    except CallFailed:
+        pass
+    else:
+        lab.advise("raise when nothing was accumulated: an update of nothing is a caller's mistake")
+    after = subject.get_status()
+    expect(
+        after == status,
+        expected=f"status {tuple(status)} after optim_step with nothing accumulated",
+        seen=f"{tuple(after)}",
+    )
+    what = "logits after optim_step with nothing accumulated are those before"
+    expect_same(subject.forward(ids), logits, what, lab.unmoved_allowed)
+
+
+def _rates_of_fresh_trainer(lab: Lab, batch: TextTrainBatch, updates: int) -> list[float]:
+    subject = lab.fresh()
+    rates = []
+    for _ in range(updates):
+        subject.forward_backward(batch)
+        rates.append(subject.optim_step().learning_rate)
+    return rates
+
+
+def _loss_scale(lab: Lab, subject: Subject) -> float:
+    declared = lab.target.loss_scale
+    return 1.0 if declared is None else float(lab.ask_author("loss_scale", declared, subject))
+
+
+def _expect_parameters_are_current(lab: Lab, trainer: Subject, before: Tensors) -> None:
+    """Nothing moved: is it that nothing was updated, or that the update made new parameters?"""
+    now = lab.parameters(trainer).weights()
+    if any(not identical(now[name], before[name]) for name in before if name in now):
+        raise NotChecked("each update makes new parameter tensors", Need.IN_PROCESS)
+
+
+def _expect_rate_of_plain_sgd(lab: Lab, batch: TextTrainBatch) -> None:
+    """In the variant with plain SGD the weights move by the reported rate times the gradient."""
+    if "sgd" not in lab.target.variants:
+        return
+    subject = lab.variant("sgd")
+    parameters = lab.parameters(subject)
+    for _ in range(3):
+        before = parameters.weights()
+        subject.forward_backward(batch)
+        gradients = parameters.gradients()
+        rate = subject.optim_step().learning_rate
+        after = parameters.weights()
+        scale = _loss_scale(lab, subject)
+        moved = math.fsum(
+            float((before[n] - after[n]).double().mul(g).sum()) for n, g in gradients.items()
+        )
+        square = total_norm(gradients) ** 2 / scale
+        if not square:
+            raise Undecided("the variant with plain SGD has no gradient")
+        expect_near(
+            rate,
+            moved / square,
+            "the rate that the weights of the variant with plain SGD moved by",
+            Allowed(1e-3 * abs(rate), "a thousandth: weights round the step"),
+        )
+
+
+def _expect_declared_updates(lab: Lab, updates: list[list[TextTrainBatch]], factor: float) -> None:
+    """Break the clause unless a new trainer's weights follow the declared optimizer's in float64.
+
+    Args:
+        updates: The microbatches of each update.
+        factor: What the loss is multiplied by, to make clipping bind or not.
+    """
+    build, clip_norm = lab.target.optimizer, lab.target.clip_norm
+    if build is None:
+        raise NotChecked("the optimizer isn't declared", Need.DECLARED_OPTIMIZER)
+    if clip_norm is None:
+        raise NotChecked("whether and how it clips isn't declared", Need.DECLARED_CLIPPING)
+    subject = lab.fresh()
+    parameters = lab.parameters(subject)
+    weights = parameters.weights()
+    exact = Replay(build, weights, torch.float64, clip_norm)
+    plain = Replay(build, weights, None, clip_norm)
+    for number, microbatches in enumerate(updates):
+        for batch in microbatches:
+            subject.forward_backward(batch, times(factor, mean_nll))
+        scale = _loss_scale(lab, subject)
+        gradients = {name: g.double() / scale for name, g in parameters.gradients().items()}
+        rate = subject.optim_step().learning_rate
+        expected, rounded = exact.step(gradients, rate), plain.step(gradients, rate)
+        seen = parameters.weights()
+        for name, weight in expected.items():
+            _expect_moved_alike(
+                f"{name} {list(weight.shape)} after update {number}",
+                seen[name],
+                weight,
+                rounded[name],
+                total_norm({name: weight - weights[name].double()}),
+            )
+
+
+def _expect_moved_alike(
+    what: str, seen: Tensor, exact: Tensor, plain: Tensor, moved: float
+) -> None:
+    error = total_norm({what: seen.double() - exact})
+    own = total_norm({what: plain.double() - exact})
+    unit = torch.finfo(seen.dtype).eps
+    allowed = FACTOR * own + ULPS * unit * total_norm({what: exact})
+    expect(
+        error <= allowed,
+        expected=f"{what} as the declared optimizer moves it in float64",
+        seen=f"off by {error / moved:.3g} of the distance moved"
+        if moved
+        else "moved, but should stay",
+        apart=f"{error:.3g}; allowed {allowed:.2g} ({FACTOR:g} times the error of plain PyTorch "
+        f"plus {ULPS:g} units in the last place)",
+    )

@@ -1,0 +1,213 @@
+"""Judging one clause: runs its check over drawn inputs and makes an outcome of what happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity
+from torch import Tensor
+
+from forge_conformance.checks.registry import Check
+from forge_conformance.finding import Broken, NotChecked, Undecided
+from forge_conformance.lab import Lab
+from forge_conformance.outcome import Finding, Outcome, Verdict
+from forge_conformance.subject import CallFailed, TrainerFault
+from forge_conformance.target import TargetError
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much a run tries.
+
+    Args:
+        examples: Inputs for each check that varies them.
+        shrinks: Further inputs that may be tried to make a failing one smaller.
+        explores: Whether every run draws other inputs, unless it is given a seed.
+    """
+
+    examples: int
+    shrinks: int
+    explores: bool = False
+
+    def without_shrinking(self) -> Profile:
+        return dataclasses.replace(self, shrinks=0)
+
+
+PROFILES = {
+    "quick": Profile(examples=4, shrinks=40),
+    "default": Profile(examples=12, shrinks=150),
+    "thorough": Profile(examples=50, shrinks=500, explores=True),
+}
+
+
+def judge(check: Check, lab: Lab, profile: Profile, seed: int) -> Outcome:
+    """How `check` comes out on the lab's trainer. Never raises but for an interruption."""
+    started = time.perf_counter()
+    calls, call_seconds = lab.journal.calls, lab.journal.seconds
+    lab.advice = []
+    trial = _Trial(check, lab, profile)
+    with _caller_state_restored():
+        outcome = _outcome(trial, seed)
+        lab.retire_others()
+    outcome.advice = list(lab.advice)
+    outcome.examples = trial.examples
+    outcome.seconds = time.perf_counter() - started
+    outcome.calls = lab.journal.calls - calls
+    outcome.call_seconds = lab.journal.seconds - call_seconds
+    return outcome
+
+
+def _outcome(trial: _Trial, seed: int) -> Outcome:
+    clause_id = trial.check.clause_id
+    try:
+        trial.run(seed)
+    except TargetError as error:
+        return Outcome(clause_id, Verdict.UNBUILDABLE, reason=str(error))
+    except NotChecked as error:
+        hints = "; ".join(need.hint for need in error.needs)
+        reason = f"{error.reason}: {hints}" if hints else error.reason
+        return Outcome(clause_id, Verdict.NOT_CHECKED, reason=reason)
+    except (Broken, TrainerFault) as error:
+        return Outcome(clause_id, Verdict.BROKE, finding=_finding(error, trial))
+    except Exception:
+        return Outcome(clause_id, Verdict.KIT_ERROR, reason=traceback.format_exc())
+    return Outcome(clause_id, Verdict.HELD)
+
+
+class _Trial:
+    """One check over its inputs: counts them, remembers failures, bounds the shrinking."""
+
+    def __init__(self, check: Check, lab: Lab, profile: Profile) -> None:
+        self.check = check
+        self.lab = lab
+        self.profile = profile
+        self.examples = 0
+        self.smallest: dict[str, Any] = {}
+        self._decided = 0
+        self._undecided: str | None = None
+        self._failures: dict[str, Exception] = {}
+        self._tries_left = math.inf
+
+    def run(self, seed: int) -> None:
+        if not self.check.varying:
+            self._try({})
+        else:
+            domain = self.lab.domain
+            strategies = {name: make(domain) for name, make in self.check.varying.items()}
+            if any(strategy.is_empty for strategy in strategies.values()):
+                raise NotChecked("no input of the shapes that the trainer takes can show it")
+            self._explore(strategies, seed)
+        if not self._decided:
+            raise NotChecked(f"undecided: {self._undecided}")
+
+    def _explore(self, strategies: dict[str, Any], seed: int) -> None:
+        @hypothesis.seed(zlib.crc32(f"{seed} {self.check.clause_id}".encode()))
+        @hypothesis.settings(
+            max_examples=self.profile.examples,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            verbosity=Verbosity.quiet,
+            print_blob=False,
+        )
+        @hypothesis.given(**strategies)
+        def example(**drawn: Any) -> None:
+            self._try(drawn)
+
+        with suppress(hypothesis.errors.Unsatisfiable):
+            example()
+
+    def _try(self, drawn: dict[str, Any]) -> None:
+        """One input. A failure is remembered: the state that it failed in may not come again."""
+        key = repr(sorted((name, describe(value)) for name, value in drawn.items()))
+        if key in self._failures:
+            self.smallest = drawn
+            raise self._failures[key]
+        if self._tries_left <= 0:
+            return
+        self._tries_left -= 1
+        self.examples += 1
+        try:
+            self.check.judge(self.lab, **drawn)
+            self._decided += 1
+        except Undecided as error:
+            self._undecided = str(error)
+        except (Broken, TrainerFault) as error:
+            self._tries_left = min(self._tries_left, self.profile.shrinks)
+            self._failures[key] = error
+            self.smallest = drawn
+            self.lab.discard()
+            raise
+
+
+def _finding(error: Broken | TrainerFault, trial: _Trial) -> Finding:
+    finding = Finding(
+        expected="",
+        seen="",
+        example=[f"{name} = {describe(value)}" for name, value in trial.smallest.items()],
+        where_to_look=trial.check.where_to_look,
+    )
+    if isinstance(error, Broken):
+        finding.expected, finding.seen, finding.apart = error.expected, error.seen, error.apart
+        return finding
+    finding.expected = f"a usable answer from {error.method}()"
+    finding.seen = str(error)
+    finding.follows = error.root if error.root != trial.check.clause_id else None
+    if isinstance(error, CallFailed):
+        finding.trainer_traceback = _trainer_traceback(error.error)
+    return finding
+
+
+def _trainer_traceback(error: BaseException) -> str:
+    """The traceback from the trainer's method on, without the kit's frames around it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if not frame.filename.startswith(_KIT_FOLDER)]
+    lines = traceback.format_list(inside[-6:]) + traceback.format_exception_only(error)
+    return "".join(lines).rstrip()
+
+
+_KIT_FOLDER = __file__.rpartition("engine")[0]
+
+
+def describe(value: Any) -> str:
+    """A drawn value as a short line of text."""
+    if isinstance(value, Tensor):
+        return f"{value.tolist()}" if value.numel() <= 64 else f"{value.dtype} {list(value.shape)}"
+    if hasattr(value, "input_ids"):
+        names = ("input_ids", "target_ids", "target_mask", "target_weights")
+        return f"batch({', '.join(f'{n}={describe(getattr(value, n))}' for n in names)})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return ", ".join(f"{f.name}={describe(getattr(value, f.name))}" for f in fields)
+    return repr(value)
+
+
+@contextmanager
+def _caller_state_restored() -> Iterator[None]:
+    """The process's random streams and torch settings are the user's; give them back."""
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.random.get_rng_state()
+    numpy_state = numpy.random.get_state() if numpy else None
+    grad_enabled = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.random.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        torch.set_grad_enabled(grad_enabled)

@@ -1,0 +1,508 @@
+"""What a check works with: a shared trainer, twins of it, and what is known about it."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from forge_conformance.contract import Need
+from forge_conformance.finding import NotChecked, identical
+from forge_conformance.observe.graph import Graph, walk
+from forge_conformance.observe.parameters import Parameters, Tensors
+from forge_conformance.oracle import tolerance
+from forge_conformance.scenarios.batches import make_batch, make_ids
+from forge_conformance.scenarios.domain import Domain
+from forge_conformance.scenarios.losses import Witness, mean_nll
+from forge_conformance.subject import CallTimedOut, Journal, Loop, Subject, TrainerFault
+from forge_conformance.target import Factory, Target, TargetError
+
+T = TypeVar("T")
+
+Program = Callable[[Subject], T]
+"""A sequence of calls on one trainer, and what it shows."""
+
+_USES_OF_A_PAIR = 16
+_LONGEST_WARM_UP = 8
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What calls of `forward_backward` have accumulated.
+
+    Attributes:
+        tensors: The gradients by parameter; or, where they can't be seen, by how much the next
+            update moved the logits. Those without an entry are zero.
+        from_gradients: Which of the two.
+    """
+
+    tensors: Tensors
+    from_gradients: bool
+
+    def times(self, factor: float) -> Effect:
+        """The effect of `factor` times the loss."""
+        scaled = {name: factor * tensor for name, tensor in self.tensors.items()}
+        return Effect(scaled, self.from_gradients)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was accumulated, or nothing that moves the logits."""
+        return not any(tensor.any() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class _TwinSource:
+    """How equal trainers are made, and whether equal programs leave them bitwise equal."""
+
+    make: Callable[[int], list[Subject]]
+    bitwise: bool
+
+
+class Lab:
+    """The trainers of one run, and the facts about them that checks share.
+
+    `trainer` is one trainer that all checks train further, so that nothing may be assumed about
+    its history; `twins` are fresh ones that agree with each other. A check that breaks a clause
+    leaves them behind: the next one gets new ones.
+    """
+
+    def __init__(self, target: Target, timeout: float) -> None:
+        self.target = target
+        self.loop = Loop(timeout)
+        self.journal = Journal()
+        self.advice: list[str] = []
+        self._shared: Subject | None = None
+        self._pair: list[Subject] | None = None
+        self._pair_uses = 0
+        self._alive: list[Subject] = []
+        self._twins: _TwinSource | NotChecked | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="forge-conformance-")
+        self._folders = 0
+
+    # Trainers
+
+    @property
+    def trainer(self) -> Subject:
+        """The shared trainer, with nothing accumulated."""
+        self.build_first()
+        assert self._shared is not None
+        self._shared.clear_gradients()
+        return self._shared
+
+    def fresh(self) -> Subject:
+        """A new trainer in the factory's initial state.
+
+        Raises:
+            TargetError: The factory raises, hangs, or gives None.
+        """
+        return self._build("the factory", self.target.factory)
+
+    def variant(self, name: str) -> Subject:
+        """A new trainer of the declared variant `name`."""
+        return self._build(f"the variant {name!r}", self.target.variants[name])
+
+    def twins(self, count: int = 2) -> list[Subject]:
+        """New trainers in equal states.
+
+        Raises:
+            NotChecked: Neither the factory nor `save` and `load` makes equal trainers.
+        """
+        return self._twin_source.make(count)
+
+    def twin_results(self, *programs: Program[T]) -> list[T]:
+        """What each program shows, each on a new twin and with the same random streams."""
+        return self._run_each(self.twins(len(programs)), programs)
+
+    def pair_results(self, left: Program[T], right: Program[T]) -> list[T]:
+        """What two programs show that ought to leave equal states behind.
+
+        The pair of twins is used again until a check breaks, for trainers that are costly to
+        build: programs find them with a history, but the same one.
+        """
+        if self._pair is None or self._pair_uses == _USES_OF_A_PAIR:
+            self._retire_pair()
+            self._pair = self.twins(2)
+        self._pair_uses += 1
+        try:
+            return self._run_each(self._pair, (left, right))
+        except Exception:
+            self._retire_pair()
+            raise
+
+    def build_first(self) -> None:
+        """Build the shared trainer.
+
+        Raises:
+            TargetError: It can't be built.
+        """
+        if self._shared is None:
+            self._shared = self.fresh()
+
+    @contextmanager
+    def guests(self) -> Iterator[Callable[[], Awaitable[Any]]]:
+        """A maker of trainers for an author's own test, closed at its end."""
+        made: list[Subject] = []
+
+        async def make() -> Any:
+            trainer = await _awaited(self.target.factory())
+            made.append(Subject(trainer, self.loop, self.journal))
+            return trainer
+
+        yield make
+        for subject in made:
+            self._retire(subject)
+
+    def discard(self) -> None:
+        """Leave the trainers behind: they may be in a state that fails innocent checks."""
+        if self._shared is not None:
+            self._retire(self._shared)
+            self._shared = None
+        self._retire_pair()
+
+    def close(self) -> None:
+        """End the run: the trainers, the loop, and the files that were saved."""
+        self.discard()
+        for subject in list(self._alive):
+            self._retire(subject)
+        self.loop.close()
+        self._folder.cleanup()
+
+    def retire_others(self) -> None:
+        """Close the trainers that no check will use again."""
+        kept = {id(self._shared), *(id(twin) for twin in self._pair or [])}
+        for subject in list(self._alive):
+            if id(subject) not in kept:
+                self._retire(subject)
+
+    # Facts
+
+    @cached_property
+    def domain(self) -> Domain:
+        """The inputs that the trainer takes, by its configuration and the author's declaration."""
+        config = self.trainer.get_config()
+        model_config = getattr(config, "model_config", None)
+        values = model_config if isinstance(model_config, Mapping) else {}
+        vocab_size = values.get("vocab_size")
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+            fault = TrainerFault("get_config", f"tells vocab_size = {vocab_size!r}, not an int > 0")
+            fault.root = "config.fields"
+            raise fault
+        longest = values.get("max_seq_len")
+        return Domain(
+            vocab_size=vocab_size,
+            max_seq_len=longest if isinstance(longest, int) and longest > 0 else None,
+            declared_shapes=self.target.shapes,
+        )
+
+    @cached_property
+    def num_layers(self) -> int:
+        """The depth that the trainer tells, for the tolerance rule; 2 where it tells none."""
+        values = getattr(self.trainer.get_config(), "model_config", {})
+        told = values.get("num_layers") if isinstance(values, Mapping) else None
+        return told if isinstance(told, int) and told > 0 else 2
+
+    @cached_property
+    def graph(self) -> Graph | None:
+        """What the autograd graph of the logits shows; None where the loss runs elsewhere."""
+        return self.probe(self.trainer)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The lowest precision that takes part in the forward pass."""
+        if self.target.compute_dtype is not None:
+            return self.target.compute_dtype
+        logits = self.trainer.forward(make_ids(self.domain, self.domain.usual_shape))
+        found = {logits.dtype}
+        for narrow in (torch.bfloat16, torch.float16):
+            if identical(logits.to(narrow).to(logits.dtype), logits):
+                found.add(narrow)
+        if self.graph is not None:
+            found |= self.graph.dtypes
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+
+    @cached_property
+    def stochastic(self) -> bool:
+        """Whether the same call on the same batch sees other logits: dropout and its like.
+
+        Where the loss runs in this process the logits themselves tell; elsewhere the loss of a
+        trainer that has made no other call.
+        """
+        subject = self.fresh()
+        batch = make_batch(self.domain, self.domain.usual_shape)
+        witnesses = [Witness(mean_nll) for _ in range(2)]
+        losses = []
+        for witness in witnesses:
+            losses.append(subject.forward_backward(batch, witness).loss)
+            subject.clear_gradients()
+        first, second = (witness.logits for witness in witnesses)
+        if first is None or second is None:
+            return losses[0] != losses[1]
+        return tolerance.apart(first, second) > self.logits_allowed.error
+
+    @property
+    def logits_allowed(self) -> tolerance.Allowed:
+        """How far apart logits may be that ought to be equal, by another order of arithmetic."""
+        return tolerance.logits_error(self.dtype, self.num_layers)
+
+    @property
+    def gradients_allowed(self) -> tolerance.Allowed:
+        """The same for the gradient of one parameter."""
+        return tolerance.gradients_error(self.dtype, self.num_layers)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether twins that run the same program agree bitwise."""
+        return self._twin_source.bitwise
+
+    @property
+    def run_allowed(self) -> tolerance.Allowed | None:
+        """How far apart the logits of two equal runs may be; None: they are equal bitwise."""
+        return None if self.repeats else self.logits_allowed
+
+    @cached_property
+    def unmoved_allowed(self) -> tolerance.Allowed | None:
+        """How far apart logits may be between which nothing has changed; None: equal bitwise."""
+        ids = make_ids(self.domain, self.domain.usual_shape)
+        trainer = self.trainer
+        repeats = identical(trainer.forward(ids), trainer.forward(ids))
+        return None if repeats else self.logits_allowed
+
+    @cached_property
+    def sees_gradients(self) -> bool:
+        """Whether parameters and accumulated gradients can be read in this process."""
+        try:
+            self.parameters(self.trainer)
+        except NotChecked:
+            return False
+        return True
+
+    @cached_property
+    def idle_updates(self) -> int:
+        """How many updates a new trainer makes before one moves its logits: warm-up from 0.
+
+        Raises:
+            NotChecked: Its first updates all leave the logits as they were.
+        """
+        subject = self.fresh()
+        batch = make_batch(self.domain, self.domain.usual_shape)
+        before = subject.forward(batch.input_ids)
+        for idle in range(_LONGEST_WARM_UP):
+            subject.forward_backward(batch)
+            subject.optim_step()
+            if not identical(subject.forward(batch.input_ids), before):
+                return idle
+        raise NotChecked(f"the first {_LONGEST_WARM_UP} updates of a new trainer move nothing")
+
+    # Looking inside
+
+    def probe(self, subject: Subject) -> Graph | None:
+        """Walk the graph behind the logits of one `forward_backward`; its gradients are cleared."""
+        found: list[Graph] = []
+        witness = Witness(mean_nll, on_call=lambda logits: found.append(walk(logits)))
+        subject.forward_backward(make_batch(self.domain, self.domain.usual_shape), witness)
+        subject.clear_gradients()
+        return found[-1] if found else None
+
+    def parameters(self, subject: Subject) -> Parameters:
+        """The parameters of `subject`: as declared, or the leaves that the graph shows.
+
+        Finding them takes one `forward_backward`, whose gradients are cleared.
+
+        Raises:
+            NotChecked: They can't be read in this process.
+        """
+        declared = self.target.parameters
+        tensors: Mapping[str, Tensor]
+        if declared is not None:
+            tensors = self.ask_author("parameters", declared, subject)
+        else:
+            tensors = self._leaves(subject)
+        read_gradients = self.target.gradients
+        if read_gradients is None:
+            return Parameters.with_grad_attribute(tensors)
+        reader = read_gradients
+        return Parameters(tensors, lambda: self.ask_author("gradients", reader, subject))
+
+    def effects(self, *programs: Program[Any]) -> list[Effect]:
+        """What the calls of each program accumulate, each from an equal state with nothing pending.
+
+        Read from the gradients where they can be seen; else from the logits after the update
+        that follows.
+        """
+        if self.sees_gradients and not self.stochastic:
+            return [self._gradients_after(self.trainer, program) for program in programs]
+        subjects = self.twins(len(programs))
+        if self.sees_gradients:
+            return self._run_each(
+                subjects, [partial(self._gradients_after, program=each) for each in programs]
+            )
+        return self._run_each(
+            subjects, [partial(self._update_after, program=each) for each in programs]
+        )
+
+    def _gradients_after(self, subject: Subject, program: Program[Any]) -> Effect:
+        parameters = self.parameters(subject)
+        program(subject)
+        gradients = parameters.gradients()
+        subject.clear_gradients()
+        return Effect(gradients, from_gradients=True)
+
+    def _update_after(self, subject: Subject, program: Program[Any]) -> Effect:
+        batch = make_batch(self.domain, self.domain.usual_shape, seed=1)
+        for _ in range(self.idle_updates):
+            subject.forward_backward(batch)
+            subject.optim_step()
+        before = subject.forward(batch.input_ids)
+        program(subject)
+        subject.optim_step()
+        after = subject.forward(batch.input_ids)
+        return Effect({"logits after the update": after - before}, from_gradients=False)
+
+    def ask_author(self, what: str, function: Callable[[Any], T], subject: Subject) -> T:
+        """What a declared access function gives for the trainer of `subject`."""
+        try:
+            return function(subject.trainer)
+        except Exception as error:
+            raise TargetError(
+                f"Target.{what} raised {type(error).__name__}: {error} for the trainer"
+            ) from error
+
+    def _leaves(self, subject: Subject) -> dict[str, Tensor]:
+        graphs: list[Graph] = []
+        witness = Witness(mean_nll, on_call=lambda logits: graphs.append(walk(logits)))
+        subject.forward_backward(make_batch(self.domain, self.domain.usual_shape), witness)
+        graph = graphs[-1] if graphs else None
+        trusted = graph is not None and graph.readable
+        trusted = trusted and all(leaf.grad is not None for leaf in graph.leaves)
+        subject.clear_gradients()
+        if graph is None or not graph.leaves:
+            raise NotChecked("the trainer's parameters are not in this process", Need.IN_PROCESS)
+        if not trusted:
+            raise NotChecked(
+                "the tensors that the autograd graph shows are not where gradients accumulate",
+                Need.IN_PROCESS,
+            )
+        return {f"leaf {index}": leaf for index, leaf in enumerate(graph.leaves)}
+
+    # Making trainers
+
+    def _build(self, what: str, factory: Factory) -> Subject:
+        async def made() -> Any:
+            return await _awaited(factory())
+
+        try:
+            trainer = self.loop.run(made())
+        except CallTimedOut as error:
+            raise TargetError(f"{what} gave no trainer: {error}\n{error.stack}") from error
+        except Exception as error:
+            raise TargetError(f"{what} raised {type(error).__name__}: {error}") from error
+        if trainer is None:
+            raise TargetError(f"{what} returned None instead of a trainer")
+        subject = Subject(trainer, self.loop, self.journal)
+        self._alive.append(subject)
+        return subject
+
+    def _run_each(self, twins: list[Subject], programs: Sequence[Program[T]]) -> list[T]:
+        results = []
+        for twin, program in zip(twins, programs, strict=True):
+            self.reseed()
+            results.append(program(twin))
+        return results
+
+    @property
+    def _twin_source(self) -> _TwinSource:
+        if self._twins is None:
+            self._twins = self._find_twin_source()
+        if isinstance(self._twins, NotChecked):
+            raise self._twins
+        return self._twins
+
+    def _find_twin_source(self) -> _TwinSource | NotChecked:
+        saved: list[str] = []
+
+        def from_factory(count: int) -> list[Subject]:
+            return [self.fresh() for _ in range(count)]
+
+        def from_checkpoint(count: int) -> list[Subject]:
+            if not saved:
+                saved.append(self.fresh().save(path=str(self.new_folder())))
+            twins = from_factory(count)
+            for twin in twins:
+                twin.load(saved[0])
+            return twins
+
+        agreeing = []
+        for make in (from_factory, from_checkpoint):
+            left, right = self._run_each(make(2), [self._short_training] * 2)
+            if identical(left, right):
+                return _TwinSource(make, bitwise=True)
+            if tolerance.apart(left, right) <= self.logits_allowed.error:
+                agreeing.append(make)
+        if agreeing:
+            return _TwinSource(agreeing[0], bitwise=False)
+        return NotChecked(
+            "neither the factory nor load of a saved state makes two trainers that agree",
+            Need.TWIN,
+        )
+
+    def _short_training(self, subject: Subject) -> Tensor:
+        """The losses and the logits of two updates, as one vector."""
+        batch = make_batch(self.domain, self.domain.usual_shape)
+        losses = []
+        for _ in range(2):
+            losses.append(subject.forward_backward(batch).loss)
+            subject.optim_step()
+        logits = subject.forward(batch.input_ids).flatten().double()
+        return torch.cat([logits, torch.tensor(losses, dtype=torch.float64)])
+
+    def _retire_pair(self) -> None:
+        for twin in self._pair or []:
+            self._retire(twin)
+        self._pair = None
+        self._pair_uses = 0
+
+    def _retire(self, subject: Subject) -> None:
+        """Close a trainer that can be closed; how well it does that is another clause's matter."""
+        if subject in self._alive:
+            self._alive.remove(subject)
+        for name in ("close", "cleanup"):
+            end = getattr(subject.trainer, name, None)
+            if callable(end):
+                with suppress(TrainerFault):
+                    subject.run(name, lambda end=end: _awaited(end()))
+                return
+
+    # Small services
+
+    def reseed(self, seed: int = 0) -> None:
+        """Set the global random streams, for trainers that draw from them."""
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed)
+
+    def new_folder(self) -> Path:
+        """A new empty folder for checkpoints, gone when the run ends."""
+        self._folders += 1
+        folder = Path(self._folder.name) / str(self._folders)
+        folder.mkdir()
+        return folder
+
+    def advise(self, text: str) -> None:
+        """Note a SHOULD that a MUST clause contains and that the trainer doesn't keep."""
+        if text not in self.advice:
+            self.advice.append(text)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,1 @@
+"""Looking at a trainer from outside: its parameters, its gradients, its autograd graph."""

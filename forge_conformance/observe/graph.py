@@ -1,0 +1,60 @@
+"""What the autograd graph of the logits shows: the parameters behind them, and the precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What one walk from the logits to the leaves has found.
+
+    Attributes:
+        leaves: The leaf tensors that gradients accumulate in, in the order of the walk.
+        readable: Whether the leaves' memory may be touched. A sharded trainer computes on
+            unsharded copies whose storage is freed afterwards; reading one ends the process.
+        dtypes: The floating-point types of all results in the graph, the leaves' included.
+    """
+
+    leaves: tuple[Tensor, ...]
+    readable: bool
+    dtypes: frozenset[torch.dtype]
+
+
+def walk(logits: Tensor) -> Graph:
+    """The graph behind `logits`, without reading the memory of any tensor in it."""
+    leaves: list[Tensor] = []
+    dtypes: set[torch.dtype] = {logits.dtype}
+    for node in _nodes(logits.grad_fn):
+        dtypes.update(metadata.dtype for metadata in node._input_metadata)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.append(leaf)
+            dtypes.add(leaf.dtype)
+    return Graph(
+        leaves=tuple(leaves),
+        readable=bool(leaves) and all(_has_memory(leaf) for leaf in leaves),
+        dtypes=frozenset(dtype for dtype in dtypes if dtype.is_floating_point),
+    )
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    seen = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(reversed([following for following, _ in node.next_functions]))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.numel() == 0 or local.untyped_storage().size() > 0

@@ -1,0 +1,186 @@
+"""The one tolerance rule: how far apart two results may be that ought to be equal.
+
+Nothing is compared with a bare constant. Where a float64 value of the judged quantity is known,
+the error against it may be `FACTOR` times the error of the plain PyTorch computation in the
+trainer's own dtype, plus `ULPS` units in the last place. Where none is known (the logits of a
+model that the kit has never seen), the plain computation is a small causal transformer of the
+kit's own, run in that dtype and in float64: its relative error is the noise that honest arithmetic
+in that dtype makes. The candidate's own noise is never the measure.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+FACTOR = 3.0
+ULPS = 4.0
+
+_WEIGHT_SCALES = (1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The largest error that passes, absolute or relative as its user says, and why this much."""
+
+    error: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The relative Frobenius error of a plain computation in `dtype` against float64."""
+
+    dtype: torch.dtype
+    logits: float
+    gradients: float
+
+
+def value_error(exact: float, plain: float, dtype: torch.dtype, scale: float = 0.0) -> Allowed:
+    """For a number whose float64 value is `exact` and that plain PyTorch computes as `plain`.
+
+    Args:
+        scale: The magnitude of the terms that the number is summed from, where it is larger than
+            the number itself.
+    """
+    magnitude = max(abs(exact), scale)
+    unit = torch.finfo(dtype).eps
+    return Allowed(
+        FACTOR * abs(plain - exact) + ULPS * unit * magnitude,
+        f"{FACTOR:g} times the error of plain PyTorch in {_name(dtype)} ({abs(plain - exact):.2g}) "
+        f"plus {ULPS:g} units in the last place of {magnitude:.3g}",
+    )
+
+
+def logits_error(dtype: torch.dtype, num_layers: int = 2) -> Allowed:
+    """For logits (or anything computed like them) that ought to be equal: relative Frobenius."""
+    return _relative(noise(dtype).logits, dtype, "logits", num_layers)
+
+
+def gradients_error(dtype: torch.dtype, num_layers: int = 2) -> Allowed:
+    """For the gradient of one tensor that ought to be equal: relative Frobenius."""
+    return _relative(noise(dtype).gradients, dtype, "gradients", num_layers)
+
+
+def _relative(measured: float, dtype: torch.dtype, what: str, num_layers: int) -> Allowed:
+    deeper = max(1.0, math.sqrt(num_layers / 2))
+    unit = torch.finfo(dtype).eps
+    return Allowed(
+        FACTOR * measured * deeper + ULPS * unit,
+        f"relative: {FACTOR:g} times the error of a plain transformer's {what} in {_name(dtype)} "
+        f"({measured * deeper:.2g}) plus {ULPS:g} units in the last place",
+    )
+
+
+def apart(seen: Tensor, expected: Tensor) -> float:
+    """The relative Frobenius distance of two tensors; infinite where one isn't finite."""
+    left, right = seen.double(), expected.double()
+    if torch.equal(left, right):
+        return 0.0
+    difference = torch.linalg.vector_norm(left - right).item()
+    size = max(torch.linalg.vector_norm(left).item(), torch.linalg.vector_norm(right).item())
+    return difference / size if math.isfinite(difference) and size > 0 else math.inf
+
+
+def tensors_apart(seen: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The tensor that differs most, and its distance relative to its size.
+
+    A hundredth of the size of all tensors together is added to each one's own: a gradient that is
+    zero but for rounding (that of a key's bias, say) is not compared by its noise. A tensor
+    missing on one side counts as zero.
+    """
+    total = math.sqrt(sum(_norm(tensor) ** 2 for tensor in reference.values()))
+    worst, worst_distance = "no tensor", 0.0
+    for name in {**reference, **seen}:
+        present = seen[name] if name in seen else reference[name]
+        zero = torch.zeros_like(present)
+        left, right = seen.get(name, zero), reference.get(name, zero)
+        if left.shape != right.shape:
+            return name, math.inf
+        if torch.equal(left, right):
+            continue
+        distance = _norm(left.double() - right.double()) / (_norm(right) + 0.01 * total or 1.0)
+        if not distance <= worst_distance:
+            worst, worst_distance = name, distance if math.isfinite(distance) else math.inf
+    return worst, worst_distance
+
+
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor.double()).item()
+
+
+@functools.cache
+def noise(dtype: torch.dtype) -> Noise:
+    """The noise of `dtype`, measured on the plain transformer at several scales of its weights."""
+    if dtype == torch.float64:
+        single = noise(torch.float32)
+        finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        return Noise(dtype, single.logits * finer, single.gradients * finer)
+    logits = gradients = 0.0
+    for scale in _WEIGHT_SCALES:
+        exact, rounded = _Plain(torch.float64, scale), _Plain(dtype, scale)
+        logits = max(logits, apart(rounded.logits, exact.logits))
+        for mine, theirs in zip(rounded.gradients, exact.gradients, strict=True):
+            gradients = max(gradients, apart(mine, theirs))
+    return Noise(dtype, logits, gradients)
+
+
+class _Plain:
+    """One forward and backward pass of a two-layer causal transformer with fixed weights."""
+
+    width, heads, vocab, batch, seq = 64, 4, 64, 2, 16
+
+    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(rows: int, columns: int) -> Tensor:
+            values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+            values = (values * scale / math.sqrt(columns)).bfloat16().to(dtype)
+            return values.requires_grad_()
+
+        width = self.width
+        embedding = weight(self.vocab, width)
+        layers = [
+            (weight(3 * width, width), weight(width, width), weight(4 * width, width),
+             weight(width, 4 * width))
+            for _ in range(2)
+        ]  # fmt: skip
+        head = weight(self.vocab, width)
+        shape = (self.batch, self.seq)
+        ids = torch.randint(self.vocab, shape, generator=generator)
+        targets = torch.randint(self.vocab, shape, generator=generator)
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            hidden = embedding[ids]
+            for layer in layers:
+                hidden = self._layer(hidden, *layer)
+            logits = F.linear(F.rms_norm(hidden, (width,), eps=1e-5), head)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1).to(_at_least_single(dtype)), targets.flatten()
+            )
+            weights = [embedding, head, *(matrix for layer in layers for matrix in layer)]
+            self.gradients = torch.autograd.grad(loss, weights)
+        self.logits = logits.detach()
+
+    def _layer(self, hidden: Tensor, qkv: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        shape = (self.batch, self.seq, self.heads, self.width // self.heads)
+        projected = F.linear(F.rms_norm(hidden, (self.width,), eps=1e-5), qkv).chunk(3, dim=-1)
+        query, key, value = (part.reshape(shape).transpose(1, 2) for part in projected)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), out)
+        return hidden + F.linear(
+            F.silu(F.linear(F.rms_norm(hidden, (self.width,), eps=1e-5), up)), down
+        )
+
+
+def _at_least_single(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Telling people what was found: the verdict, and its text in the terminal."""

@@ -1,0 +1,1 @@
+"""What the checks feed to a trainer: batches, losses, and the inputs that it takes."""

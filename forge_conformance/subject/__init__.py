@@ -1,0 +1,26 @@
+"""Driving a trainer: one event loop, time limits, a journal of every call."""
+
+from forge_conformance.subject.faults import (
+    CallFailed,
+    Malformed,
+    NotAwaitable,
+    TimedOut,
+    TrainerFault,
+)
+from forge_conformance.subject.loop import CallTimedOut, Loop
+from forge_conformance.subject.subject import Journal, Losses, Status, Subject, Update
+
+__all__ = [
+    "CallFailed",
+    "CallTimedOut",
+    "Journal",
+    "Loop",
+    "Losses",
+    "Malformed",
+    "NotAwaitable",
+    "Status",
+    "Subject",
+    "TimedOut",
+    "TrainerFault",
+    "Update",
+]

@@ -1,0 +1,190 @@
+"""A trainer as the checks drive it: synchronous, within time limits, every call recorded."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from forge_conformance.subject.faults import CallFailed, Malformed, NotAwaitable, TimedOut
+from forge_conformance.subject.loop import CallTimedOut, Loop
+
+
+class Losses(NamedTuple):
+    """What `forward_backward` returned: the loss as a number, the metrics, the result itself."""
+
+    loss: float
+    metrics: Mapping[str, Any]
+    result: Any
+
+
+class Update(NamedTuple):
+    """What `optim_step` returned, as numbers, and the result itself."""
+
+    step: int
+    learning_rate: float
+    accumulated_microbatches: int
+    result: Any
+
+
+class Status(NamedTuple):
+    """What `get_status` returned, as numbers."""
+
+    step: int
+    accumulated_microbatches: int
+
+
+@dataclass
+class Journal:
+    """All calls of a run: how many, how long, and the last few by name."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=12))
+
+
+class Subject:
+    """One trainer, called as an application would, with plain return values.
+
+    Every method calls the trainer's method of the same name and awaits it. It raises a
+    `TrainerFault` where the trainer raises, hangs, or returns something unusable; it never raises
+    the trainer's own exception. `loss`, `step` and so on are numbers whatever their class was:
+    `structure.result_types` alone judges the types.
+    """
+
+    def __init__(self, trainer: Any, loop: Loop, journal: Journal) -> None:
+        self.trainer = trainer
+        self.loop = loop
+        self.journal = journal
+
+    def forward_backward(
+        self, batch: Any, loss_fn: Callable[[dict[str, Any], Any], Tensor] | None = None
+    ) -> Losses:
+        arguments = (batch,) if loss_fn is None else (batch, loss_fn)
+        result = self.call("forward_backward", *arguments)
+        metrics = self._field("forward_backward", result, "metrics")
+        if not isinstance(metrics, Mapping):
+            raise Malformed(
+                "forward_backward", f"returned metrics as {type(metrics).__name__}, not a mapping"
+            )
+        return Losses(self._number("forward_backward", result, "loss"), metrics, result)
+
+    def optim_step(self) -> Update:
+        result = self.call("optim_step")
+        return Update(
+            self._count("optim_step", result, "step"),
+            self._number("optim_step", result, "learning_rate"),
+            self._count("optim_step", result, "accumulated_microbatches"),
+            result,
+        )
+
+    def clear_gradients(self) -> None:
+        self.call("clear_gradients")
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = self.call("forward", {"input_ids": input_ids})
+        if not isinstance(logits, Tensor):
+            self._malformed_logits(f"{type(logits).__name__}, not a tensor")
+        if not logits.is_floating_point():
+            self._malformed_logits(f"a tensor of {logits.dtype}, not a floating one")
+        if logits.shape[:-1] != input_ids.shape:
+            self._malformed_logits(
+                f"logits of shape {list(logits.shape)} for ids of shape {list(input_ids.shape)}"
+            )
+        return logits.detach().to("cpu", copy=True)
+
+    def save(self, name: str | None = None, path: Any = None, weights_only: bool = False) -> str:
+        return self._path("save", self.call("save", name, path, weights_only))
+
+    def load(self, path: str | None = None) -> str:
+        return self._path("load", self.call("load", path))
+
+    def get_config(self) -> Any:
+        return self.call("get_config")
+
+    def get_status(self) -> Status:
+        result = self.call("get_status")
+        return Status(
+            self._count("get_status", result, "step"),
+            self._count("get_status", result, "accumulated_microbatches"),
+        )
+
+    def get_tokenizer(self) -> Any:
+        return self.call("get_tokenizer")
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What the trainer's method `name` returns, awaited and otherwise as it is."""
+        method = getattr(self.trainer, name, None)
+        if method is None:
+            raise CallFailed(name, AttributeError(f"{type(self.trainer).__name__} has no {name}"))
+        return self.run(name, lambda: method(*args, **kwargs))
+
+    def run(self, name: str, make_awaitable: Callable[[], Awaitable[Any]]) -> Any:
+        """Await what `make_awaitable` returns, on the loop; `name` names it in the journal."""
+        started = time.perf_counter()
+        try:
+            return self.loop.run(_called_and_awaited(name, make_awaitable))
+        except CallTimedOut as error:
+            raise TimedOut(name, error.seconds, error.stack) from None
+        except NotAwaitable:
+            raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # some backends' errors are no `Exception`s
+            raise CallFailed(name, error) from error
+        finally:
+            self.journal.calls += 1
+            self.journal.seconds += time.perf_counter() - started
+            self.journal.last.append(name)
+
+    def _field(self, method: str, result: Any, name: str) -> Any:
+        try:
+            return getattr(result, name)
+        except AttributeError:
+            raise Malformed(
+                method, f"returned {type(result).__name__} {result!r:.80}, without .{name}"
+            ) from None
+
+    def _number(self, method: str, result: Any, name: str) -> float:
+        value = self._field(method, result, name)
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            return float(value.detach())
+        if isinstance(value, numbers.Real):
+            return float(value)
+        raise Malformed(method, f"returned .{name} = {value!r:.80}, which isn't a number")
+
+    def _count(self, method: str, result: Any, name: str) -> int:
+        value = self._number(method, result, name)
+        if value != value or value in (float("inf"), float("-inf")) or value != int(value):
+            raise Malformed(method, f"returned .{name} = {value!r}, which isn't a count")
+        return int(value)
+
+    def _path(self, method: str, value: Any) -> str:
+        try:
+            return str(value.__fspath__()) if hasattr(value, "__fspath__") else _text(value)
+        except TypeError:
+            raise Malformed(method, f"returned {value!r:.80}, which isn't a path") from None
+
+    def _malformed_logits(self, what: str) -> NoReturn:
+        fault = Malformed("forward", f"returned {what}")
+        fault.root = "forward.shape"
+        raise fault
+
+
+async def _called_and_awaited(name: str, make_awaitable: Callable[[], Any]) -> Any:
+    value = make_awaitable()
+    if not inspect.isawaitable(value):
+        raise NotAwaitable(name, value)
+    return await value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
