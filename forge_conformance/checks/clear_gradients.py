@@ -8,12 +8,12 @@ from torch import Tensor
 from forge.api import TextTrainBatch
 from forge_conformance.checks.comparing import expect_same_effect, stacked
 from forge_conformance.checks.registry import check
-from forge_conformance.finding import Undecided, broken, expect, expect_same
+from forge_conformance.finding import Undecided, broken, expect, expect_same, identical
 from forge_conformance.lab import Lab
 from forge_conformance.scenarios import failures
-from forge_conformance.scenarios.batches import batches
+from forge_conformance.scenarios.batches import batches, make_batch
 from forge_conformance.scenarios.domain import Domain
-from forge_conformance.scenarios.losses import Loss
+from forge_conformance.scenarios.losses import Loss, Witness, mean_nll
 from forge_conformance.subject import CallFailed, Subject
 
 
@@ -88,9 +88,10 @@ def _failure_names(_domain: Domain) -> st.SearchStrategy[str]:
 def a_failed_call_can_be_cleared_away(lab: Lab, batch: TextTrainBatch, failure: str) -> None:
     """What does a failed `forward_backward` leave that `clear_gradients` doesn't reset: a mode, a
     context that was entered, hooks, a flag, gradients of some parameters?"""
-    if lab.stochastic:
-        raise Undecided("dropout's random stream may have moved in the failed call")
     given, loss_fn = _failing(lab, batch, failure)
+    if lab.stochastic:
+        _expect_still_stochastic(lab, batch, given, loss_fn)
+        return
 
     def training(subject: Subject, fail: bool) -> Tensor:
         shown: list[Tensor | float] = []
@@ -107,6 +108,29 @@ def a_failed_call_can_be_cleared_away(lab: Lab, batch: TextTrainBatch, failure: 
     )
     what = f"a training with failed calls ({failure}) that were cleared is the one without"
     expect_same(with_failures, without, what, lab.run_allowed)
+
+
+def _expect_still_stochastic(
+    lab: Lab, batch: TextTrainBatch, failing: TextTrainBatch, loss_fn: Loss | None
+) -> None:
+    """Dropout's stream may have moved in the failed call; that there is dropout may not end."""
+    trainer = lab.trainer
+    logits = trainer.forward(batch.input_ids)
+    _expect_failure(trainer, failing, loss_fn)
+    trainer.clear_gradients()
+    what = "logits after a failed call that was cleared are those before"
+    expect_same(trainer.forward(batch.input_ids), logits, what, lab.unmoved_allowed)
+    usual = make_batch(lab.domain, lab.domain.usual_shape)
+    first, second = Witness(mean_nll), Witness(mean_nll)
+    for witness in (first, second):
+        trainer.forward_backward(usual, witness)
+    if first.logits is None or second.logits is None:
+        raise Undecided("dropout can't be watched where the loss runs in another process")
+    expect(
+        not identical(first.logits, second.logits),
+        expected="training logits that differ from call to call, as before the failure: dropout",
+        seen="the same logits twice",
+    )
 
 
 def _negated(lab: Lab, batch: TextTrainBatch) -> TextTrainBatch:

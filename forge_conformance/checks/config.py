@@ -171,9 +171,9 @@ def _expect_parallelism(parallelism: Any) -> None:
 
 
 def _is_count(value: Any, at_least: int) -> bool:
-    return (
-        isinstance(value, numbers.Integral) and type(value) is not bool and int(value) >= at_least
-    )
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return False
+    return int(value) >= at_least
 
 
 def _as_dict(value: Any) -> Any:

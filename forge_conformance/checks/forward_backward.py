@@ -29,7 +29,7 @@ from forge_conformance.finding import (
     expect_same,
 )
 from forge_conformance.lab import Lab, Program
-from forge_conformance.observe.graph import walk
+from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
 from forge_conformance.oracle.losses import loss_value
 from forge_conformance.oracle.tolerance import value_error
 from forge_conformance.scenarios import failures
@@ -107,7 +107,7 @@ def the_custom_loss_is_differentiated(lab: Lab, batch: TextTrainBatch, loss: str
         seen.update(shape=list(logits.shape), graph=logits.requires_grad, batch=given)
         value = _LOSSES[loss](outputs, given)
         if parameters is not None and logits.requires_grad:
-            seen["gradients"] = _own_gradients(value, walk(logits).leaves)
+            seen["gradients"] = _own_gradients(value, parameters)
         return value
 
     trainer.forward_backward(batch, differentiate)
@@ -123,11 +123,10 @@ def the_custom_loss_is_differentiated(lab: Lab, batch: TextTrainBatch, loss: str
     )
     _expect_same_batch(seen["batch"], batch)
     own = seen.get("gradients")
-    if own is not None and lab.target.parameters is None:
-        reference = {f"leaf {i}": gradient for i, gradient in enumerate(own)}
+    if own is not None:
         expect_same_tensors(
-            without_loss_scale(lab, trainer, accumulated, reference),
-            reference,
+            without_loss_scale(lab, trainer, accumulated, own),
+            own,
             "the accumulated gradient is that of the custom loss's value",
             lab.gradients_allowed,
         )
@@ -183,16 +182,23 @@ def the_default_loss_is_the_declared_one(lab: Lab, batch: TextTrainBatch) -> Non
     declared = lab.target.default_loss
     if declared is None:
         raise NotChecked("the default loss isn't declared", Need.DECLARED_DEFAULT_LOSS)
+    witness = Witness(mean_nll)
     if lab.stochastic:
-        raise NotChecked("dropout: the training logits aren't those of forward")
-    trainer = lab.trainer
-    logits = trainer.forward(batch.input_ids)
+        reported = lab.twin_results(
+            lambda subject: subject.forward_backward(batch, witness).loss,
+            lambda subject: subject.forward_backward(batch).loss,
+        )[1]
+        logits = witness.logits
+        if logits is None:
+            raise NotChecked("dropout can't be watched where the loss runs in another process")
+    else:
+        logits = lab.trainer.forward(batch.input_ids)
+        reported = lab.trainer.forward_backward(batch).loss
     exact, plain = loss_value(declared, logits, batch)
-    reported = trainer.forward_backward(batch).loss
     expect_near(
         reported,
         exact,
-        "the declared default loss of forward's logits in float64",
+        "the declared default loss of the same logits in float64",
         value_error(exact, plain, lab.dtype, scale=1.0),
     )
 
@@ -565,16 +571,21 @@ def _breaking_losses(lab: Lab) -> list[Loss]:
     return [failures.breaking_backward, failures.breaking_backward_late()]
 
 
-def _own_gradients(value: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor] | None:
-    """The gradient of `value` by the kit's own call of autograd; None where a graph forbids it."""
+def _own_gradients(value: Tensor, parameters: Parameters) -> Tensors | None:
+    """The gradient of `value` by the kit's own call of autograd.
+
+    None where it can't be had: the graph forbids it, or has other leaves than the parameters.
+    """
+    tensors = parameters.tensors
     try:
-        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            value, list(tensors.values()), retain_graph=True, allow_unused=True
+        )
     except RuntimeError:
         return None
-    return [
-        torch.zeros_like(leaf, device="cpu") if gradient is None else gradient.detach().cpu()
-        for leaf, gradient in zip(leaves, gradients, strict=True)
-    ]
+    gradients = dict(zip(tensors, found, strict=True))
+    seen = {name: copy_of(each) for name, each in gradients.items() if each is not None}
+    return seen or None
 
 
 def _expect_same_batch(given: Any, batch: TextTrainBatch) -> None:

@@ -20,7 +20,9 @@ from forge_conformance.contract import Need
 from forge_conformance.finding import NotChecked, Undecided, broken, expect, expect_near
 from forge_conformance.lab import Lab
 from forge_conformance.observe.values import (
+    ADDED,
     DEEPEST,
+    Leaves,
     Path,
     changed,
     difference,
@@ -31,7 +33,7 @@ from forge_conformance.observe.values import (
 from forge_conformance.oracle.metric_names import varies
 from forge_conformance.oracle.tolerance import ULPS, Allowed
 from forge_conformance.scenarios.batches import batches, kept_mask, make_batch
-from forge_conformance.scenarios.losses import mean_nll
+from forge_conformance.scenarios.losses import Loss, mean_nll
 from forge_conformance.subject import CallFailed, Losses, Subject
 
 _CAPPED_ABOVE = 20.0
@@ -66,59 +68,64 @@ def earlier_metrics_never_change(lab: Lab, batch: TextTrainBatch) -> None:
     subject = lab.trainer
     other = make_batch(lab.domain, lab.domain.usual_shape, seed=11)
     first = subject.forward_backward(batch)
-    before = leaves(first.metrics), first.loss
+    before = leaves({"loss": first.loss, "metrics": first.metrics})
     subject.forward_backward(other)
     subject.forward(other.input_ids)
     subject.optim_step()
     subject.forward_backward(other, mean_nll)
     subject.clear_gradients()
-    found = difference(leaves(first.result.metrics), before[0])
+    after = leaves({"loss": first.result.loss, "metrics": first.result.metrics})
+    found = difference(after, before)
     if found is not None:
         broken(
             expected=f"an earlier result still with {found[0]}, after later calls", seen=found[1]
         )
-    expect(
-        float(first.result.loss) == before[1] or math.isnan(before[1]),
-        expected=f"an earlier result still with the loss {before[1]:.9g}, after later calls",
-        seen=f"{float(first.result.loss):.9g}",
-    )
-    with changed(first.metrics):
-        second = subject.forward_backward(batch)
-        returned = [path for path, leaf in leaves(second.metrics).items() if _is_callers(leaf)]
-        subject.clear_gradients()
+    second = subject.forward_backward(batch)
+    with changed(second.metrics):
+        third = subject.forward_backward(batch)
+        returned = [path for path, leaf in leaves(third.metrics).items() if leaf is ADDED]
         expect(
-            not returned and second.metrics is not first.metrics,
+            not returned and third.metrics is not second.metrics,
             expected="a new mapping, without what the caller wrote into an earlier one",
-            seen="the same object again" if not returned else f"{'.'.join(returned[0])}",
+            seen=".".join(returned[0]) if returned else "the same object again",
         )
 
 
-@check("metrics.per_call", batch=batches())
-def metrics_are_of_this_call(lab: Lab, batch: TextTrainBatch) -> None:
+@check("metrics.per_call")
+def metrics_are_of_this_call(lab: Lab) -> None:
     """Is a value a running mean, a total since the start, the highest so far, or the last call's?
     Metrics of time, speed and memory are known by such words in their names; declare others that
     may vary in Target.varying_metrics."""
     if lab.stochastic:
         raise NotChecked("the trainer is stochastic: equal calls needn't report equal metrics")
-    subject = lab.trainer
-    other = make_batch(lab.domain, lab.domain.usual_shape, seed=23)
+    subject = lab.fresh()
+    shape = lab.domain.usual_shape
 
-    def report(given: TextTrainBatch) -> dict[Path, Any]:
-        found = leaves(subject.forward_backward(given).metrics)
+    def report(batch: TextTrainBatch, loss_fn: Loss | None) -> Leaves:
+        found = leaves(subject.forward_backward(batch, loss_fn).metrics)
         subject.clear_gradients()
         return {p: v for p, v in found.items() if not varies(p, lab.target.varying_metrics)}
 
-    reference = report(batch)
-    if not reference:
-        raise Undecided("no metric but of time, speed and memory is reported")
-    for before in ("the same call", "a call on another batch"):
-        if before == "a call on another batch":
-            report(other)
-            report(other)
-        seen = report(batch)
-        found = difference(_rounded(lab, seen, reference), reference)
-        if found is not None:
-            broken(expected=f"{found[0]}, as the same call reported before {before}", seen=found[1])
+    batch = make_batch(lab.domain, shape, weights="fractional")
+    few, many = (
+        make_batch(lab.domain, shape, seed, mask) for seed, mask in ((1, "one"), (2, "all"))
+    )
+    for loss_fn in (None, mean_nll):
+        first = report(batch, loss_fn)
+        if not first:
+            raise Undecided("no metric but of time, speed and memory is reported")
+        for between in ((), (few,), (many,), (few, many, few)):
+            for other in between:
+                report(other, loss_fn)
+                report(other, mean_nll)
+            seen = report(batch, loss_fn)
+            found = difference(_rounded(lab, seen, first), first)
+            if found is not None:
+                what = f"{len(between)} calls on other batches" if between else "nothing but itself"
+                broken(
+                    expected=f"{found[0]}, as the same call reported first",
+                    seen=f"{found[1]}, after {what}",
+                )
 
 
 @check("metrics.stable_keys")
@@ -273,11 +280,7 @@ def _is_numpy_bool(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
-def _is_callers(leaf: Any) -> bool:
-    return isinstance(leaf, str) and leaf == "added by the caller"
-
-
-def _rounded(lab: Lab, seen: dict[Path, Any], reference: dict[Path, Any]) -> dict[Path, Any]:
+def _rounded(lab: Lab, seen: Leaves, reference: Leaves) -> Leaves:
     """`seen`, with the reference's numbers where they are as near as rounding lets them be."""
     repeats = False
     with suppress(NotChecked):

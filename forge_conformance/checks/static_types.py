@@ -18,6 +18,7 @@ import torch
 import forge.api
 
 _UNKNOWN: Any = Any
+_CALLABLE: Any = collections.abc.Callable
 _UNIONS = (typing.Union, types.UnionType)
 _COMMON_NAMES = {
     **vars(typing),
@@ -40,6 +41,8 @@ def objections(method: Any, protocol_method: Callable[..., Any]) -> list[str]:
     bare = [name for name in wanted if _annotation(actual, name) is inspect.Parameter.empty]
     if actual.return_annotation is inspect.Signature.empty:
         bare.append("the result")
+    if len(bare) == len(wanted) + 1:
+        return ["not annotated"]
     if bare:
         return [f"no annotation of {', '.join(bare)}"]
     found = []
@@ -102,7 +105,7 @@ def _fits(given: Any, wanted: Any) -> bool:
     given_class, wanted_class = get_origin(given) or given, get_origin(wanted) or wanted
     if not (isinstance(given_class, type) and isinstance(wanted_class, type)):
         return True
-    if wanted_class is collections.abc.Callable:
+    if wanted_class is _CALLABLE and issubclass(given_class, _CALLABLE):
         return _callable_fits(given, wanted)
     if getattr(wanted_class, "_is_protocol", False):
         return True

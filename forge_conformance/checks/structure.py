@@ -145,15 +145,14 @@ def methods_are_annotated_as_the_protocol_is(lab: Lab) -> None:
     results. Result classes are nominal to a static checker: return those of `forge.api`, or
     subclasses, however well a class of your own serves at run time."""
     trainer = lab.trainer.trainer
-    found = [
-        f"{method}: {objection}"
-        for method in METHODS
-        for objection in objections(_attribute(trainer, method), getattr(Trainer, method))
-    ]
+    found: dict[str, list[str]] = {}
+    for method in METHODS:
+        for objection in objections(_attribute(trainer, method), getattr(Trainer, method)):
+            found.setdefault(objection, []).append(method)
     expect(
         not found,
         expected="annotations with which a static checker takes the trainer for a Trainer",
-        seen="; ".join(found),
+        seen="; ".join(f"{', '.join(where)}: {what}" for what, where in found.items()),
     )
 
 

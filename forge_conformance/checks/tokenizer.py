@@ -104,7 +104,7 @@ def _encode(lab: Lab, tokenizer: Any, text: str) -> list[int]:
 
 
 def _as_ids(text: str, encoded: Any) -> list[int]:
-    """Ids as a list, from a list, a tensor, an array or an encoding, of one text or batch of one."""
+    """Ids as a list, from a list, tensor, array or encoding; also of a batch of one text."""
     ids = encoded.ids if hasattr(encoded, "ids") else encoded
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, list | tuple) and len(ids) == 1 and isinstance(ids[0], list):
@@ -133,7 +133,7 @@ def _text_of(tokenizer: Any, ids: list[int]) -> Any:
 
 
 def _without_special_tokens(lab: Lab, tokenizer: Any, text: str) -> Any:
-    """The text encoded without special tokens, and decoded as it is, where that can be asked for."""
+    """The text, encoded without special tokens and decoded; None where that can't be asked for."""
     try:
         encoded = lab.loop.call(partial(tokenizer.encode, text, add_special_tokens=False))
         return lab.loop.call(partial(tokenizer.decode, _as_ids(text, encoded)))

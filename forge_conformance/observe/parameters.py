@@ -27,14 +27,15 @@ class Parameters:
         return cls(tensors, lambda: {name: tensor.grad for name, tensor in tensors.items()})
 
     def weights(self) -> Tensors:
-        return {name: _copy(tensor) for name, tensor in self.tensors.items()}
+        return {name: copy_of(tensor) for name, tensor in self.tensors.items()}
 
     def gradients(self) -> Tensors:
         found = self.read_gradients()
-        return {name: _copy(gradient) for name, gradient in found.items() if gradient is not None}
+        return {name: copy_of(gradient) for name, gradient in found.items() if gradient is not None}
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def copy_of(tensor: Tensor) -> Tensor:
+    """A dense copy on the CPU in the tensor's own dtype; of a sharded one, its local shard."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     detached: Tensor = local.detach()
     if detached.is_sparse:

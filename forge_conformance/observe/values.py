@@ -24,7 +24,8 @@ Leaves: TypeAlias = dict[Path, Any]
 DEEPEST = 16
 """How deep values are followed; what lies deeper is taken for a cycle."""
 
-_ADDED = "added by the caller"
+ADDED = "added by the caller"
+"""What `changed` writes into containers; known by its identity."""
 
 
 def is_metric(value: Any) -> bool:
@@ -174,14 +175,14 @@ def _change_container(value: Any, undo: ExitStack) -> None:
         undo.callback(_quietly, _refill, value.clear, value.update, before)
         for name in list(value):
             value[name] = _another(value[name])
-        value[_ADDED] = _ADDED
+        value[ADDED] = ADDED
     elif isinstance(value, MutableSequence):
         undo.callback(_quietly, _refill, value.clear, value.extend, before)
         value[:] = [_another(part) for part in value]
-        value.append(_ADDED)
+        value.append(ADDED)
     else:
-        undo.callback(_quietly, value.discard, _ADDED)
-        value.add(_ADDED)
+        undo.callback(_quietly, value.discard, ADDED)
+        value.add(ADDED)
 
 
 def _another(value: Any) -> Any:
@@ -191,7 +192,7 @@ def _another(value: Any) -> Any:
         return value + 1
     if isinstance(value, str):
         return f"{value}!"
-    return value if _parts(value) is not None else _ADDED
+    return value if _parts(value) is not None else ADDED
 
 
 def _refill(clear: Callable[[], Any], fill: Callable[[Any], Any], before: Any) -> None:

@@ -14,25 +14,27 @@ class TrainerFault(Exception):
 
     root: str | None = None
 
-    def __init__(self, method: str, message: str) -> None:
+    def __init__(self, method: str, message: str, root: str | None = None) -> None:
         super().__init__(f"{method}() {message}")
         self.method = method
+        if root is not None:
+            self.root = root
 
 
 class CallFailed(TrainerFault):
     """The call raised; the trainer's exception is `error` and the cause of this one."""
 
-    def __init__(self, method: str, error: BaseException) -> None:
-        super().__init__(method, f"raised {type(error).__name__}: {_first_lines(str(error))}")
+    def __init__(self, method: str, error: BaseException, root: str | None = None) -> None:
+        super().__init__(method, f"raised {brief_error(error)}", root)
         self.error = error
 
 
 class TimedOut(TrainerFault):
-    """The call gave no answer within the time limit."""
+    """The call gave no answer within the time limit; `stack` says where it was."""
 
     def __init__(self, method: str, seconds: float, stack: str) -> None:
-        where = f"; it was at\n{stack.rstrip()}" if stack else ""
-        super().__init__(method, f"gave no answer within {seconds:g} s (--trainer-timeout){where}")
+        super().__init__(method, f"gave no answer within {seconds:g} s (--trainer-timeout)")
+        self.stack = stack
 
 
 class NotAwaitable(TrainerFault):
@@ -49,9 +51,20 @@ class Malformed(TrainerFault):
 
     root = "structure.result_types"
 
-    def __init__(self, method: str, what: str) -> None:
-        super().__init__(method, what)
+
+def brief_error(error: BaseException) -> str:
+    """An exception as `Type: message`, cut to a few lines."""
+    try:
+        message = str(error)
+    except Exception as unprintable:
+        message = f"(its message can't be made: {type(unprintable).__name__})"
+    first_lines = "\n".join(message.splitlines()[:4])[:400]
+    return f"{type(error).__name__}: {first_lines}".removesuffix(": ")
 
 
-def _first_lines(text: str, lines: int = 4, width: int = 400) -> str:
-    return "\n".join(text.splitlines()[:lines])[:width]
+def brief(value: Any) -> str:
+    """A trainer's value as a short text, whatever its `__repr__` does."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a {type(value).__name__} that can't be printed"

@@ -9,14 +9,18 @@ raises in it).
 from __future__ import annotations
 
 import asyncio
-import traceback
-from collections.abc import Awaitable, Callable
+import contextvars
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from forge_conformance.subject.watchdog import GRACE, CallBlocked, Watchdog
+from forge_conformance.subject.stack import where_it_waits
+from forge_conformance.subject.watchdog import CallBlocked, Watchdog
 
 T = TypeVar("T")
+
+LONGEST_GRACE = 5.0
+"""Seconds that a call gets to end after it has been told to; less where the time limit is."""
 
 
 class CallTimedOut(Exception):
@@ -31,14 +35,23 @@ class CallTimedOut(Exception):
 class Loop:
     """Runs awaitables to their end, each within a time limit.
 
+    All run in one context, so that a context variable which one call sets is seen by the next,
+    as in an application that awaits one call after the other.
+
     Args:
         timeout: Seconds that one call may take.
+
+    Attributes:
+        timed_out: Whether a call has been given up: it may have left a thread behind.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
+        self.timed_out = False
+        self._grace = min(LONGEST_GRACE, timeout)
         self._loop = asyncio.new_event_loop()
-        self._watchdog = Watchdog(timeout)
+        self._context = contextvars.copy_context()
+        self._watchdog = Watchdog(self._grace)
 
     def run(self, awaitable: Awaitable[T]) -> T:
         """The result of `awaitable`.
@@ -46,9 +59,7 @@ class Loop:
         Raises:
             CallTimedOut: It took longer than the limit. What it was doing is cancelled.
         """
-        return self._unblocked(
-            lambda: self._loop.run_until_complete(_within(self.timeout, awaitable))
-        )
+        return self._watched(self._within_the_limit(awaitable))
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The result of a plain function, called inside the running loop.
@@ -64,43 +75,68 @@ class Loop:
 
     def run_unlimited(self, awaitable: Awaitable[T]) -> T:
         """The result of `awaitable`, however long it takes: an author's own test."""
-        return self._loop.run_until_complete(awaitable)
+        return self._loop.run_until_complete(self._task(_awaited(awaitable)))
 
     def close(self) -> None:
         """Cancel what is left on the loop and close it."""
         if self._loop.is_closed():
             return
+        # What is still pending now has had its chance; asyncio needn't complain about it.
+        self._loop.set_exception_handler(lambda _loop, _context: None)
         with suppress(CallTimedOut):
-            self._unblocked(lambda: self._loop.run_until_complete(_cancel_the_others()))
+            self._watched(self._cancel_the_others())
         self._watchdog.close()
         self._loop.close()
 
-    def _unblocked(self, action: Callable[[], T]) -> T:
-        with self._watchdog.limit(self.timeout + GRACE):
-            try:
-                return action()
-            except CallBlocked as blocked:
-                raise CallTimedOut(self.timeout, blocked.stack) from None
+    def _task(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self._loop.create_task(coroutine, context=self._context)
+
+    def _watched(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = self._task(coroutine)
+        try:
+            with self._watchdog.limit(self.timeout + self._grace):
+                return self._loop.run_until_complete(task)
+        except CallBlocked as blocked:
+            self.timed_out = True
+            raise CallTimedOut(self.timeout, blocked.stack) from None
+        finally:
+            task.cancel()
+
+    async def _within_the_limit(self, awaitable: Awaitable[T]) -> T:
+        call = self._task(_answer(awaitable))
+        try:
+            done, _ = await asyncio.wait({call}, timeout=self.timeout)
+            if done:
+                value, error = call.result()
+                if error is not None:
+                    raise error
+                return value  # type: ignore[return-value]
+            self.timed_out = True
+            stack = where_it_waits(call)
+            call.cancel()
+            done, _ = await asyncio.wait({call}, timeout=self._grace / 2)
+            if done and not call.cancelled():
+                call.exception()  # asyncio complains of one that nobody asks for
+            raise CallTimedOut(self.timeout, stack)
+        finally:
+            call.cancel()
+
+    async def _cancel_the_others(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=self._grace / 2)
+        await self._loop.shutdown_asyncgens()
 
 
-async def _within(seconds: float, awaitable: Awaitable[T]) -> T:
-    task = asyncio.ensure_future(awaitable)
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if done:
-        return task.result()
-    stack = "".join(
-        "".join(traceback.format_stack(frame)[-1:])
-        for frame in (task.get_stack() if isinstance(task, asyncio.Task) else [])
-    )
-    task.cancel()
-    await asyncio.wait({task}, timeout=GRACE / 2)
-    raise CallTimedOut(seconds, stack)
+async def _answer(awaitable: Awaitable[T]) -> tuple[T | None, BaseException | None]:
+    """What came of a call. Of all exceptions, asyncio lets these two tear down the whole loop."""
+    try:
+        return await awaitable, None
+    except (SystemExit, KeyboardInterrupt) as error:
+        return None, error
 
 
-async def _cancel_the_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=GRACE)
-    await asyncio.get_running_loop().shutdown_asyncgens()
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable

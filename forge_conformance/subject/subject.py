@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from forge_conformance.subject.faults import CallFailed, Malformed, NotAwaitable, TimedOut
+from forge_conformance.subject.faults import (
+    CallFailed,
+    Malformed,
+    NotAwaitable,
+    TimedOut,
+    TrainerFault,
+    brief,
+)
 from forge_conformance.subject.loop import CallTimedOut, Loop
 
 
@@ -90,14 +98,19 @@ class Subject:
     def forward(self, input_ids: Tensor) -> Tensor:
         logits = self.call("forward", {"input_ids": input_ids})
         if not isinstance(logits, Tensor):
-            self._malformed_logits(f"{type(logits).__name__}, not a tensor")
+            raise _bad_logits(f"{type(logits).__name__}, not a tensor")
+        if hasattr(logits, "to_local"):
+            raise _bad_logits(f"a sharded {type(logits).__name__}, not a plain tensor")
         if not logits.is_floating_point():
-            self._malformed_logits(f"a tensor of {logits.dtype}, not a floating one")
+            raise _bad_logits(f"a tensor of {logits.dtype}, not a floating one")
         if logits.shape[:-1] != input_ids.shape:
-            self._malformed_logits(
+            raise _bad_logits(
                 f"logits of shape {list(logits.shape)} for ids of shape {list(input_ids.shape)}"
             )
-        return logits.detach().to("cpu", copy=True)
+        try:
+            return logits.detach().to("cpu", copy=True)
+        except Exception as error:
+            raise _bad_logits(f"logits that can't be read: {type(error).__name__}") from error
 
     def save(self, name: str | None = None, path: Any = None, weights_only: bool = False) -> str:
         return self._path("save", self.call("save", name, path, weights_only))
@@ -118,70 +131,72 @@ class Subject:
     def get_tokenizer(self) -> Any:
         return self.call("get_tokenizer")
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What the trainer's method `name` returns, awaited and otherwise as it is."""
-        method = getattr(self.trainer, name, None)
-        if method is None:
-            raise CallFailed(name, AttributeError(f"{type(self.trainer).__name__} has no {name}"))
-        return self.run(name, lambda: method(*args, **kwargs))
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """What the trainer's method `method` returns, awaited and otherwise as it is."""
+        try:
+            function = getattr(self.trainer, method)
+        except Exception as error:
+            raise CallFailed(method, error, root="structure.methods") from error
+        return self.run(method, lambda: function(*args, **kwargs))
 
     def run(self, name: str, make_awaitable: Callable[[], Awaitable[Any]]) -> Any:
         """Await what `make_awaitable` returns, on the loop; `name` names it in the journal."""
-        started = time.perf_counter()
+        self.journal.calls += 1
+        self.journal.last.append(name)
         try:
-            return self.loop.run(_called_and_awaited(name, make_awaitable))
+            return self.loop.run(self._timed(name, make_awaitable))
         except CallTimedOut as error:
             raise TimedOut(name, error.seconds, error.stack) from None
-        except NotAwaitable:
-            raise
-        except KeyboardInterrupt:
+        except (NotAwaitable, KeyboardInterrupt):
             raise
         except BaseException as error:  # some backends' errors are no `Exception`s
             raise CallFailed(name, error) from error
+
+    async def _timed(self, name: str, make_awaitable: Callable[[], Awaitable[Any]]) -> Any:
+        started = time.perf_counter()
+        try:
+            value: Any = make_awaitable()
+            if not inspect.isawaitable(value):
+                raise NotAwaitable(name, value)
+            return await value
         finally:
-            self.journal.calls += 1
             self.journal.seconds += time.perf_counter() - started
-            self.journal.last.append(name)
 
     def _field(self, method: str, result: Any, name: str) -> Any:
         try:
             return getattr(result, name)
-        except AttributeError:
+        except Exception:
             raise Malformed(
-                method, f"returned {type(result).__name__} {result!r:.80}, without .{name}"
+                method, f"returned {type(result).__name__} {brief(result)}, without .{name}"
             ) from None
 
     def _number(self, method: str, result: Any, name: str) -> float:
         value = self._field(method, result, name)
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            return float(value.detach())
-        if isinstance(value, numbers.Real):
-            return float(value)
-        raise Malformed(method, f"returned .{name} = {value!r:.80}, which isn't a number")
+        try:
+            if isinstance(value, Tensor) and value.numel() == 1:
+                return float(value.detach())
+            if isinstance(value, numbers.Real):
+                return float(value)
+        except Exception as error:
+            fault = Malformed(method, f"returned a .{name} that can't be read: {brief(error)}")
+            raise fault from error
+        raise Malformed(method, f"returned .{name} = {brief(value)}, which isn't a number")
 
     def _count(self, method: str, result: Any, name: str) -> int:
         value = self._number(method, result, name)
-        if value != value or value in (float("inf"), float("-inf")) or value != int(value):
+        if not value.is_integer():
             raise Malformed(method, f"returned .{name} = {value!r}, which isn't a count")
         return int(value)
 
     def _path(self, method: str, value: Any) -> str:
         try:
-            return str(value.__fspath__()) if hasattr(value, "__fspath__") else _text(value)
+            return str(os.fspath(value) if isinstance(value, os.PathLike) else _text(value))
         except TypeError:
-            raise Malformed(method, f"returned {value!r:.80}, which isn't a path") from None
-
-    def _malformed_logits(self, what: str) -> NoReturn:
-        fault = Malformed("forward", f"returned {what}")
-        fault.root = "forward.shape"
-        raise fault
+            raise Malformed(method, f"returned {brief(value)}, which isn't a path") from None
 
 
-async def _called_and_awaited(name: str, make_awaitable: Callable[[], Any]) -> Any:
-    value = make_awaitable()
-    if not inspect.isawaitable(value):
-        raise NotAwaitable(name, value)
-    return await value
+def _bad_logits(what: str) -> TrainerFault:
+    return Malformed("forward", f"returned {what}", root="forward.shape")
 
 
 def _text(value: Any) -> str:

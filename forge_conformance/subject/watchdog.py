@@ -5,16 +5,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-GRACE = 5.0
-"""Seconds that a call gets to end after it has been told to."""
+from forge_conformance.subject.stack import where_it_runs
 
 _HEARTBEAT = 0.5
 
@@ -32,16 +29,22 @@ class Watchdog:
     """A thread that watches deadlines of the main thread.
 
     At a deadline it raises `CallBlocked` in the main thread through a signal, which interrupts
-    Python code, sleeps and waits for locks. Native code that doesn't return is given `GRACE`
-    seconds more; then all stacks are written to the real standard error and the process ends. A
-    call that also holds the interpreter lock stops this thread as well: `faulthandler`, which
-    needs no lock, ends the process when the heartbeat stays away.
+    Python code, sleeps and waits for locks. Native code that doesn't return is given `grace`
+    seconds more; then all stacks are written to standard error and the process ends. A call that
+    also holds the interpreter lock stops this thread as well: `faulthandler`, which needs no
+    lock, ends the process when the heartbeat stays away.
+
+    Standard error is the one of the moment when the watchdog is made: before pytest captures it.
+
+    Args:
+        grace: Seconds between the signal and the end of the process.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._silence = timeout + 3 * GRACE
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._heartbeat = min(_HEARTBEAT, grace / 2)
+        self._stderr = os.dup(2)
         self._deadline: float | None = None
-        self._told = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -54,8 +57,7 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
-        previous = signal.signal(signal.SIGURG, _raise_blocked)
-        self._told = False
+        previous = signal.signal(signal.SIGURG, self._raise_if_due)
         self._deadline = time.monotonic() + seconds
         try:
             yield
@@ -65,38 +67,48 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop watching."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+        os.close(self._stderr)
 
     def _watch(self) -> None:
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        while not self._closed.wait(_HEARTBEAT):
+        armed = False
+        told: float | None = None
+        while not self._closed.wait(self._heartbeat):
             deadline = self._deadline
             if deadline is None:
-                faulthandler.cancel_dump_traceback_later()
+                if armed:
+                    faulthandler.cancel_dump_traceback_later()
+                    armed = False
                 continue
-            faulthandler.dump_traceback_later(self._silence, exit=True, file=sys.__stderr__)
-            overdue = time.monotonic() - deadline
-            if overdue > GRACE:
-                _end_the_process()
-            elif overdue > 0 and not self._told:
-                self._told = True
+            left = deadline - time.monotonic()
+            silence = max(left, 0.0) + 3 * self._grace
+            faulthandler.dump_traceback_later(silence, exit=True, file=self._stderr)
+            armed = True
+            if left < -self._grace:
+                self._end_the_process()
+            elif left < 0 and told != deadline:
+                told = deadline
                 signal.pthread_kill(main_thread, signal.SIGURG)
-        faulthandler.cancel_dump_traceback_later()
+        if armed:
+            faulthandler.cancel_dump_traceback_later()
 
+    def _raise_if_due(self, _signal: int, frame: FrameType | None) -> None:
+        deadline = self._deadline
+        if deadline is not None and time.monotonic() > deadline:
+            raise CallBlocked(where_it_runs(frame))
 
-def _raise_blocked(_signal: int, frame: FrameType | None) -> None:
-    raise CallBlocked("".join(traceback.format_stack(frame)[-2:]))
-
-
-def _end_the_process() -> None:
-    print(
-        "\nA call of the trainer blocks in native code past its time limit and can't be "
-        "interrupted; the run ends here. Where it hangs:",
-        file=sys.__stderr__,
-        flush=True,
-    )
-    faulthandler.dump_traceback(file=sys.__stderr__)
-    os._exit(1)
+    def _end_the_process(self) -> None:
+        os.write(
+            self._stderr,
+            b"\n\nA call of the trainer blocks in native code past its time limit "
+            b"(--trainer-timeout) and can't be interrupted; the run ends here, not conformant. "
+            b"Where it hangs:\n",
+        )
+        faulthandler.dump_traceback(file=self._stderr)
+        os._exit(1)
