@@ -23,7 +23,8 @@ from forge_conformance.checks.registry import Check
 from forge_conformance.finding import Broken, NotChecked, Undecided
 from forge_conformance.lab import Lab
 from forge_conformance.outcome import Finding, Outcome, Verdict
-from forge_conformance.subject import CallFailed, TrainerFault
+from forge_conformance.subject import CallFailed, TimedOut, TrainerFault
+from forge_conformance.subject.stack import trainer_frames
 from forge_conformance.target import TargetError
 
 
@@ -147,7 +148,9 @@ class _Trial:
         except Undecided as error:
             self._undecided = str(error)
         except (Broken, TrainerFault) as error:
-            self._tries_left = min(self._tries_left, self.profile.shrinks)
+            # Making a call that never returns smaller would take its time limit again and again.
+            shrinks = 0 if isinstance(error, TimedOut) else self.profile.shrinks
+            self._tries_left = min(self._tries_left, shrinks)
             self._failures[key] = error
             self.smallest = drawn
             self.lab.discard()
@@ -158,7 +161,9 @@ def _finding(error: Broken | TrainerFault, trial: _Trial) -> Finding:
     finding = Finding(
         expected="",
         seen="",
-        example=[f"{name} = {describe(value)}" for name, value in trial.smallest.items()],
+        example=[
+            line for name, value in trial.smallest.items() for line in _example_lines(name, value)
+        ],
         where_to_look=trial.check.where_to_look,
     )
     if isinstance(error, Broken):
@@ -169,18 +174,29 @@ def _finding(error: Broken | TrainerFault, trial: _Trial) -> Finding:
     finding.follows = error.root if error.root != trial.check.clause_id else None
     if isinstance(error, CallFailed):
         finding.trainer_traceback = _trainer_traceback(error.error)
+    if isinstance(error, TimedOut):
+        finding.trainer_traceback = error.stack
     return finding
 
 
 def _trainer_traceback(error: BaseException) -> str:
-    """The traceback from the trainer's method on, without the kit's frames around it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if not frame.filename.startswith(_KIT_FOLDER)]
-    lines = traceback.format_list(inside[-6:]) + traceback.format_exception_only(error)
-    return "".join(lines).rstrip()
+    """The traceback from the trainer's method on, without what drives it."""
+    lines = [trainer_frames(traceback.walk_tb(error.__traceback__))]
+    lines += [line.rstrip() for line in traceback.format_exception_only(error)]
+    return "\n".join(filter(None, lines))
 
 
-_KIT_FOLDER = __file__.rpartition("engine")[0]
+def _example_lines(name: str, value: Any) -> list[str]:
+    """A drawn value, one line for each part of it that is there."""
+    if isinstance(value, Tensor) or not dataclasses.is_dataclass(value):
+        return [f"{name} = {describe(value)}"]
+    parts = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return [
+        line
+        for part, inner in parts
+        if inner is not None
+        for line in _example_lines(f"{name}.{part}", inner)
+    ]
 
 
 def describe(value: Any) -> str:

@@ -82,6 +82,7 @@ class Lab:
         self.journal = Journal()
         self.advice: list[str] = []
         self._shared: Subject | None = None
+        self._scouting: Subject | None = None
         self._pair: list[Subject] | None = None
         self._pair_uses = 0
         self._alive: list[Subject] = []
@@ -167,6 +168,9 @@ class Lab:
         if self._shared is not None:
             self._retire(self._shared)
             self._shared = None
+        if self._scouting is not None:
+            self._retire(self._scouting)
+            self._scouting = None
         self._retire_pair()
 
     def close(self) -> None:
@@ -179,17 +183,22 @@ class Lab:
 
     def retire_others(self) -> None:
         """Close the trainers that no check will use again."""
-        kept = {id(self._shared), *(id(twin) for twin in self._pair or [])}
-        for subject in list(self._alive):
-            if id(subject) not in kept:
-                self._retire(subject)
+        kept = [self._shared, self._scouting, *(self._pair or [])]
+        for subject in [each for each in self._alive if each not in kept]:
+            self._retire(subject)
 
-    # Facts
+    # Facts, each found once; the trainer that shows them serves for nothing else
+
+    @property
+    def _scout(self) -> Subject:
+        if self._scouting is None:
+            self._scouting = self.fresh()
+        return self._scouting
 
     @cached_property
     def domain(self) -> Domain:
         """The inputs that the trainer takes, by its configuration and the author's declaration."""
-        config = self.trainer.get_config()
+        config = self._scout.get_config()
         model_config = getattr(config, "model_config", None)
         values = model_config if isinstance(model_config, Mapping) else {}
         vocab_size = values.get("vocab_size")
@@ -207,24 +216,28 @@ class Lab:
     @cached_property
     def num_layers(self) -> int:
         """The depth that the trainer tells, for the tolerance rule; 2 where it tells none."""
-        values = getattr(self.trainer.get_config(), "model_config", {})
+        values = getattr(self._scout.get_config(), "model_config", {})
         told = values.get("num_layers") if isinstance(values, Mapping) else None
         return told if isinstance(told, int) and told > 0 else 2
 
     @cached_property
     def graph(self) -> Graph | None:
         """What the autograd graph of the logits shows; None where the loss runs elsewhere."""
-        return self.probe(self.trainer)
+        return self.probe(self._scout)
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The lowest precision that takes part in the forward pass."""
         if self.target.compute_dtype is not None:
             return self.target.compute_dtype
-        logits = self.trainer.forward(make_ids(self.domain, self.domain.usual_shape))
-        found = {logits.dtype}
+        batch = make_batch(self.domain, self.domain.usual_shape)
+        scout = self._scout
+        scout.forward_backward(batch)
+        scout.optim_step()
+        looks = [scout.forward(batch.input_ids) for _ in range(2)]
+        found = {logits.dtype for logits in looks}
         for narrow in (torch.bfloat16, torch.float16):
-            if identical(logits.to(narrow).to(logits.dtype), logits):
+            if all(identical(logits.to(narrow).to(logits.dtype), logits) for logits in looks):
                 found.add(narrow)
         if self.graph is not None:
             found |= self.graph.dtypes
@@ -273,15 +286,14 @@ class Lab:
     def unmoved_allowed(self) -> tolerance.Allowed | None:
         """How far apart logits may be between which nothing has changed; None: equal bitwise."""
         ids = make_ids(self.domain, self.domain.usual_shape)
-        trainer = self.trainer
-        repeats = identical(trainer.forward(ids), trainer.forward(ids))
+        repeats = identical(self._scout.forward(ids), self._scout.forward(ids))
         return None if repeats else self.logits_allowed
 
     @cached_property
     def sees_gradients(self) -> bool:
         """Whether parameters and accumulated gradients can be read in this process."""
         try:
-            self.parameters(self.trainer)
+            self.parameters(self._scout)
         except NotChecked:
             return False
         return True

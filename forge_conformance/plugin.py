@@ -6,7 +6,7 @@ everything else waits for `--trainer`.
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ import pytest
 
 if TYPE_CHECKING:
     from forge_conformance.session import Session
+
+_SESSION = "conformance-session"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,23 +64,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("trainer")
-    if name is None:
-        if config.getoption("clause") or config.getoption("conformance"):
-            raise pytest.UsageError("--clause and --conformance need --trainer=module:Name")
+    if name is not None:
+        config.pluginmanager.register(_new_session(config, name), _SESSION)
         return
-    invocation_folder = str(config.invocation_params.dir)
-    if invocation_folder not in sys.path:
-        sys.path.insert(0, invocation_folder)
-    config.pluginmanager.register(_new_session(config, name), "conformance-session")
+    for option in ("--conformance", "--clause", "--conformance-strict"):
+        if config.getoption(option):
+            raise pytest.UsageError(f"{option} needs --trainer=module:Name")
 
 
 def _new_session(config: pytest.Config, name: str) -> Session:
@@ -89,39 +92,34 @@ def _new_session(config: pytest.Config, name: str) -> Session:
     except ProtocolMissing as error:
         raise pytest.UsageError(str(error)) from error
 
+    # After the protocol: a folder `forge` of the user's doesn't stand in its way then.
+    folder = str(config.invocation_params.dir)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
     from forge_conformance.session import new_session
 
     return new_session(config, name)
 
 
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine test that takes a trainer on the loop that the trainer was made in."""
-    wanted = {"trainer", "trainer_factory"} & set(pyfuncitem.fixturenames)
-    if not wanted or not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    _session(pyfuncitem.config).run_test(pyfuncitem.obj(**arguments))
-    return True
-
-
 @pytest.fixture
 def trainer_factory(request: pytest.FixtureRequest) -> Iterator[Callable[[], Awaitable[Any]]]:
-    """Makes new trainers of `--trainer`: `await trainer_factory()`."""
-    with _session(request.config).trainers() as make:
+    """Makes new trainers of `--trainer`: `await trainer_factory()`. They are closed at the end."""
+    with _session(request).maker(request.node) as make:
         yield make
 
 
 @pytest.fixture
 def trainer(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A new trainer of `--trainer`. Coroutine tests that take it need no other plugin."""
-    session = _session(request.config)
-    with session.trainers() as make:
-        yield session.run_test(make())
+    with _session(request).guest(request.node) as made:
+        yield made
 
 
-def _session(config: pytest.Config) -> Session:
-    session: Session | None = config.pluginmanager.get_plugin("conformance-session")
+def _session(request: pytest.FixtureRequest) -> Session:
+    session: Session | None = request.config.pluginmanager.get_plugin(_SESSION)
     if session is None:
-        raise pytest.UsageError("this test takes a trainer: say which with --trainer=module:Name")
+        pytest.fail(
+            "this test takes a trainer: say which with --trainer=module:Name", pytrace=False
+        )
     return session

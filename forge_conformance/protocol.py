@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 
 USED = (
     "ForwardBackwardResult",
@@ -33,22 +34,27 @@ def require_protocol() -> None:
         api = importlib.import_module("forge.api")
     except Exception as error:
         raise ProtocolMissing(
-            f"import forge.api failed: {type(error).__name__}: {error}. {_owners()}"
+            f"the Trainer protocol can't be imported from forge.api: {type(error).__name__}: "
+            f"{error}\n{_what_is_in_the_way()}"
         ) from error
     missing = [name for name in USED if not hasattr(api, name)]
     if not missing:
         missing = [f"Trainer.{name}" for name in _METHODS if not hasattr(api.Trainer, name)]
     if missing:
         raise ProtocolMissing(
-            f"forge.api at {api.__file__} is not the Trainer protocol of this kit: it has no "
-            f"{', '.join(missing)}. {_owners()}"
+            "the forge.api found here is not the Trainer protocol of this kit: it lacks "
+            f"{', '.join(missing)}\n{_what_is_in_the_way()}"
         )
 
 
-def _owners() -> str:
+def _what_is_in_the_way() -> str:
+    forge = sys.modules.get("forge")
+    paths = list(getattr(forge, "__path__", [])) or [getattr(forge, "__file__", None)]
+    found = f"The name 'forge' leads to {', '.join(map(str, paths))} here" if forge else ""
     owners = sorted(set(importlib.metadata.packages_distributions().get("forge", [])))
-    named = f"The name 'forge' belongs to {' and '.join(owners)} here. " if owners else ""
+    if found and owners:
+        found += f" (installed by {', '.join(owners)})"
     return (
-        f"{named}Install forge-conformance into an environment without other owners of that name, "
-        "or reinstall it last (pip install --force-reinstall --no-deps forge-conformance)."
+        f"{found + '. ' if found else ''}Run the kit where no other package has that name, or "
+        "reinstall it last: pip install --force-reinstall --no-deps forge-conformance"
     )

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import random
-from collections.abc import Awaitable, Callable, Iterator
+import shlex
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from forge_conformance.checks import CHECKS, Check
-from forge_conformance.contract import Clause, Level, UnknownClause, select
-from forge_conformance.engine import PROFILES, judge
+from forge_conformance.contract import Clause, UnknownClause, select
+from forge_conformance.engine import PROFILES
+from forge_conformance.items import ClauseArea, ClauseItem, FailureRepr
 from forge_conformance.lab import Lab
 from forge_conformance.outcome import Finding, Outcome, Verdict
-from forge_conformance.report.summary import Summary
-from forge_conformance.report.text import finding_text, verdict_lines
+from forge_conformance.report.summary import Status, Summary
+from forge_conformance.report.text import (
+    failure_line,
+    failure_text,
+    sentence_lines,
+    verdict_lines,
+)
 from forge_conformance.target import Target, TargetError, resolve
 
 
@@ -26,14 +36,10 @@ def new_session(config: pytest.Config, name: str) -> Session:
         clauses = select(config.getoption("clause") or ())
     except (TargetError, UnknownClause) as error:
         raise pytest.UsageError(str(error.args[0])) from error
-    pending = [clause for clause in clauses if clause.pending]
-    if len(pending) == len(clauses):
-        raise pytest.UsageError(f"{pending[0].id}: {pending[0].pending}")
-    session = Session(config, target, [clause for clause in clauses if not clause.pending])
-    if session.alone:
-        config.args = []
-        config.args_source = pytest.Config.ArgsSource.ARGS
-    return session
+    runnable = [clause for clause in clauses if not clause.pending]
+    if not runnable:
+        raise pytest.UsageError(f"{clauses[0].id} can't be judged: {clauses[0].pending}")
+    return Session(config, target, runnable)
 
 
 class Session:
@@ -46,17 +52,22 @@ class Session:
         self.profile = PROFILES[config.getoption("conformance_profile")]
         self.strict: bool = config.getoption("conformance_strict")
         self.seed = _seed(config)
+        self.in_worker = hasattr(config, "workerinput")
         self.alone = config.args_source is not pytest.Config.ArgsSource.ARGS
         self.judges = self.alone or config.getoption("conformance")
+        self.lab = Lab(target, config.getoption("trainer_timeout"))
         self.outcomes: list[Outcome] = []
+        self._areas = _node_ids_of_areas(config, clauses)
         self._selected: list[str] = []
-        self._lab: Lab | None = None
-
-    @property
-    def lab(self) -> Lab:
-        if self._lab is None:
-            self._lab = Lab(self.target, self.config.getoption("trainer_timeout"))
-        return self._lab
+        self._has_trainer = False
+        self._interrupted = False
+        self._exit_status = 0
+        self._driven: set[pytest.Item] = set()
+        if self.alone:
+            config.args = []
+            config.args_source = pytest.Config.ArgsSource.ARGS
+            if config.option.reportchars == "fE":
+                config.option.reportchars = "E"  # the verdict lists what failed
 
     @property
     def again(self) -> str:
@@ -65,27 +76,51 @@ class Session:
         profile = self.config.getoption("conformance_profile")
         if profile != "default":
             parts.append(f"--conformance-profile={profile}")
+        if self.strict:
+            parts.append("--conformance-strict")
         if self.seed:
             parts.append(f"--hypothesis-seed={self.seed}")
-        return " ".join(parts)
+        return shlex.join(parts)
 
     # An author's own tests
 
-    def run_test(self, awaitable: Awaitable[Any]) -> Any:
-        """Run part of an author's own test on the loop of the run."""
-        return self.lab.loop.run_unlimited(awaitable)
+    @contextmanager
+    def guest(self, test: pytest.Item) -> Iterator[Any]:
+        """A new trainer for one test, closed at its end."""
+        self._driven.add(test)
+        trainer = self.lab.fresh().trainer
+        self._has_trainer = True
+        yield trainer
+        self.lab.retire_others()
 
     @contextmanager
-    def trainers(self) -> Iterator[Callable[[], Awaitable[Any]]]:
-        """A maker of trainers, which are closed when the test has ended."""
+    def maker(self, test: pytest.Item) -> Iterator[Callable[[], Awaitable[Any]]]:
+        """A maker of trainers for one test, closed at its end."""
+        self._driven.add(test)
         with self.lab.guests() as make:
             yield make
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Run a coroutine test that takes a trainer on the loop that the trainer was made in.
+
+        pytest-asyncio has wrapped the coroutine function by now, to run it on a loop of its own.
+        """
+        function = pyfuncitem.obj
+        if pyfuncitem.get_closest_marker("asyncio") is not None:
+            function = inspect.unwrap(function, stop=inspect.iscoroutinefunction)
+        if pyfuncitem not in self._driven or not inspect.iscoroutinefunction(function):
+            return None
+        names = pyfuncitem._fixtureinfo.argnames
+        arguments = {name: pyfuncitem.funcargs[name] for name in names}
+        self.lab.loop.run_unlimited(function(**arguments))
+        return True
 
     # Collecting and running
 
     def pytest_report_header(self) -> str:
         return (
-            f"conformance: {self.target.name}, {len(self.clauses)} clauses, "
+            f"conformance: {self.target.name}, {_count(len(self.clauses), 'clause')}, "
             f"profile {self.config.getoption('conformance_profile')}, seed {self.seed}"
         )
 
@@ -95,48 +130,85 @@ class Session:
     ) -> None:
         if not self.judges:
             return
-        areas: dict[str, ClauseArea] = {}
-        for clause in self.clauses:
-            area = areas.setdefault(
-                clause.area, ClauseArea.from_parent(session, name=clause.area, nodeid=clause.area)
+        for name, node_id in self._areas.items():
+            area = ClauseArea.from_parent(
+                session,
+                name=name,
+                nodeid=node_id,
+                clauses=[clause for clause in self.clauses if clause.area == name],
+                run=self,
             )
-            items.append(
-                ClauseItem.from_parent(
-                    area, name=clause.id, clause=clause, check=CHECKS[clause.id], run=self
-                )
-            )
+            items.extend(session.genitems(area))
+
+    @pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+    def keep_the_order_of_the_contract(self, items: list[pytest.Item]) -> None:
+        """Judge causes before what follows from them, whatever else shuffles tests."""
+        order = {clause.id: position for position, clause in enumerate(self.clauses)}
+        places = [place for place, item in enumerate(items) if isinstance(item, ClauseItem)]
+        in_order = sorted((items[place] for place in places), key=lambda item: order[item.name])
+        for place, item in zip(places, in_order, strict=True):
+            items[place] = item
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._selected = [item.clause.id for item in session.items if isinstance(item, ClauseItem)]
+        self._selected = [item.name for item in session.items if isinstance(item, ClauseItem)]
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Build the first trainer before any test: one that can't be built is a usage error."""
-        in_worker = hasattr(self.config, "workerinput")
-        if self._selected and not in_worker and not self.config.option.collectonly:
-            try:
-                self.lab.build_first()
-            except TargetError as error:
-                raise pytest.UsageError(f"{self.target.name}: {error}") from error
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[None]:
-        report: Any = yield
-        if isinstance(item, ClauseItem) and call.when == "call" and item.outcome is not None:
-            report.conformance = item.outcome.to_dict()
-        return report
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Learn what the workers of pytest-xdist have collected; all have the same."""
+        self._selected = [each for each in map(self._clause_id, ids) if each is not None]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker of pytest-xdist which inputs this run draws."""
         node.workerinput["conformance_seed"] = self.seed
 
+    def require_trainer(self) -> None:
+        """Build the first trainer.
+
+        Raises:
+            TargetError: It can't be built; that ends the run.
+        """
+        if not self._has_trainer:
+            self.lab.build_first()
+            self._has_trainer = True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
+        report = yield
+        if call.excinfo is not None and isinstance(call.excinfo.value, TargetError):
+            report.conformance_unbuildable = None if self._has_trainer else str(call.excinfo.value)
+        if isinstance(item, ClauseItem) and call.when == "call" and item.outcome is not None:
+            report.conformance = item.outcome.to_dict()
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        outcome = self._outcome_of(report)
+        if outcome is not None:
+            self.outcomes.append(outcome)
+            if report.failed and outcome.verdict is not Verdict.EXPECTED:
+                report.longrepr = self._failure(outcome)  # type: ignore[assignment]
+        unbuildable = getattr(report, "conformance_unbuildable", None)
+        if unbuildable is not None and not self.in_worker:
+            raise pytest.UsageError(f"{self.target.name}: {unbuildable}")
+
+    def _failure(self, outcome: Outcome) -> FailureRepr:
+        cause = self.summary.cause_of(outcome.clause_id)
+        again = f"{self.again} --clause={outcome.clause_id}"
+        return FailureRepr(failure_text(outcome, again, cause), failure_line(outcome))
+
+    def _outcome_of(self, report: pytest.TestReport) -> Outcome | None:
         data = getattr(report, "conformance", None)
         if data is not None:
-            self.outcomes.append(Outcome.from_dict(data))
+            return Outcome.from_dict(data)
+        clause_id = self._clause_id(report.nodeid)
+        if clause_id is None or report.when in ("setup", "call", "teardown"):
+            return None
+        # How pytest-xdist tells that a worker has died.
+        crash = Finding("a process that outlives the check", report.longreprtext)
+        return Outcome(clause_id, Verdict.BROKE, finding=crash)
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Any:
         data = getattr(report, "conformance", None)
@@ -152,112 +224,92 @@ class Session:
 
     @property
     def summary(self) -> Summary:
-        selected = self._selected or [clause.id for clause in self.clauses]
-        return Summary(self.target.name, self.outcomes, selected, self.strict)
+        return Summary(self.target.name, self.outcomes, self._selected, self.strict)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        # pytest-xdist stops at the first failure by an exception derived from this one.
+        self._interrupted = excinfo.type is KeyboardInterrupt
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self._lab is not None:
-            self._lab.close()
-        if not self.judges or hasattr(self.config, "workerinput"):
-            return
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and self.outcomes:
-            own_tests_failed = session.testsfailed > _failed_clauses(self.summary)
-            status = self.summary.exit_status
-            session.exitstatus = max(status, 1) if own_tests_failed and status != 5 else status
+        self.lab.close()
+        if self._tells_a_verdict(exitstatus):
+            session.exitstatus = self._status(exitstatus)
+        self._exit_status = int(session.exitstatus)
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if not self.judges or not self.outcomes:
+    def _status(self, exitstatus: int) -> int:
+        status = self.summary.status
+        if exitstatus == pytest.ExitCode.INTERRUPTED and self._interrupted:
+            return exitstatus
+        if status in (Status.NOT_CONFORMANT, Status.KIT_FAILED, Status.USAGE):
+            return status
+        # The kit has found nothing against the trainer: what remains is for pytest to say.
+        return exitstatus or status
+
+    def _tells_a_verdict(self, exitstatus: int) -> bool:
+        own = (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.TESTS_FAILED,
+            pytest.ExitCode.INTERRUPTED,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        )
+        collects_only = self.config.option.collectonly
+        return self.judges and not self.in_worker and not collects_only and exitstatus in own
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> Iterator[None]:
+        yield
+        if not self._tells_a_verdict(exitstatus):
             return
         summary = self.summary
         terminalreporter.section(f"conformance of {summary.trainer}", "=")
         for line in verdict_lines(summary, timing=self.config.getoption("conformance_timing")):
             terminalreporter.write_line(line)
-        colour = {"green": True} if summary.exit_status == 0 else {"red": True}
-        terminalreporter.write_line(summary.sentence(), bold=True, **colour)
+        colour = {"green": True} if summary.status is Status.CONFORMANT else {"red": True}
+        for line in sentence_lines(summary):
+            terminalreporter.write_line(line, bold=True, **colour)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        self.lab.close()
+        if self.lab.loop.timed_out and not self.in_worker:
+            _leave_despite_hanging_threads(self._exit_status)
+
+    def _clause_id(self, node_id: str) -> str | None:
+        area, _, clause_id = node_id.rpartition("::")
+        known = any(clause.id == clause_id for clause in self.clauses)
+        return clause_id if known and area in self._areas.values() else None
 
 
-class ClauseArea(pytest.Collector):
-    """An area of the contract, for reports that group by it."""
-
-    def collect(self) -> list[pytest.Item]:
-        return []
-
-
-class ClauseItem(pytest.Item):
-    """The check of one clause as a test item."""
-
-    def __init__(self, *, clause: Clause, check: Check, run: Session, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.clause = clause
-        self.check = check
-        self.run = run
-        self.outcome: Outcome | None = None
-
-    def runtest(self) -> None:
-        run = self.run
-        expected = run.target.expected_failures.get(self.clause.id)
-        profile = run.profile if expected is None else run.profile.without_shrinking()
-        self.outcome = judge(self.check, run.lab, profile, run.seed)
-        if expected is not None:
-            self.outcome = _against_expectation(self.outcome, expected)
-        match self.outcome.verdict:
-            case Verdict.HELD:
-                return
-            case Verdict.NOT_CHECKED:
-                raise pytest.skip.Exception(self.outcome.reason, _use_item_location=True)
-            case Verdict.EXPECTED:
-                raise pytest.xfail.Exception(self.outcome.reason)
-            case Verdict.BROKE if self.clause.level is Level.SHOULD and not run.strict:
-                finding = self.outcome.finding or Finding("", "")
-                raise pytest.skip.Exception(f"advice: {finding.seen}", _use_item_location=True)
-            case _:
-                raise ClauseFailed
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if not isinstance(excinfo.value, ClauseFailed) or self.outcome is None:
-            return super().repr_failure(excinfo, style)
-        match self.outcome.verdict:
-            case Verdict.BROKE:
-                return finding_text(self.outcome, f"{self.run.again} --clause={self.clause.id}")
-            case Verdict.UNEXPECTEDLY_HELD:
-                return (
-                    f"{self.clause.id} is expected to break ({self.outcome.reason}), but held: "
-                    "take it out of Target.expected_failures"
-                )
-            case Verdict.KIT_ERROR:
-                return (
-                    f"The check of {self.clause.id} itself failed; this says nothing about the "
-                    f"trainer. Please report it:\n\n{self.outcome.reason}"
-                )
-            case _:
-                return self.outcome.reason
-
-    def reportinfo(self) -> tuple[Any, int | None, str]:
-        return self.path, None, f"clause {self.clause.id}"
+def _node_ids_of_areas(config: pytest.Config, clauses: list[Clause]) -> dict[str, str]:
+    """Node ids are paths from pytest's root, shown as paths from the folder it was started in."""
+    here = os.path.relpath(config.invocation_params.dir, config.rootpath)
+    prefix = "" if here == "." else here.replace(os.sep, "/") + "/"
+    return {clause.area: f"{prefix}{clause.area}" for clause in clauses}
 
 
-class ClauseFailed(Exception):
-    """Fails a test item; its outcome says why."""
+def _leave_despite_hanging_threads(exit_status: int) -> None:
+    """End the process if a call that was given up left a thread that Python would wait for."""
+    hanging = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not thread.daemon
+    ]
+    if hanging:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_status)
 
 
-def _against_expectation(outcome: Outcome, reason: str) -> Outcome:
-    if outcome.verdict is Verdict.BROKE:
-        outcome.verdict, outcome.reason = Verdict.EXPECTED, reason
-    elif outcome.verdict is Verdict.HELD:
-        outcome.verdict, outcome.reason = Verdict.UNEXPECTEDLY_HELD, reason
-    return outcome
-
-
-def _failed_clauses(summary: Summary) -> int:
-    return len(summary.failing) + len(summary.of(Verdict.KIT_ERROR, Verdict.UNBUILDABLE))
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _seed(config: pytest.Config) -> int:
+    if hasattr(config, "workerinput"):
+        return int(config.workerinput["conformance_seed"])
     given = config.getoption("--hypothesis-seed", None)
     if given is not None and str(given).lstrip("-").isdigit():
         return int(given)
-    if hasattr(config, "workerinput"):
-        return int(config.workerinput["conformance_seed"])
     explores = PROFILES[config.getoption("conformance_profile")].explores
     return random.SystemRandom().randrange(1, 2**32) if explores or given == "random" else 0

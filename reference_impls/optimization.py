@@ -58,7 +58,7 @@ def backward_or_restore(loss: Tensor, parameters: Sequence[Tensor]) -> None:
     for p in parameters:
         p.grad = None
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     except BaseException:
         for p, grad in zip(parameters, pending, strict=True):
             p.grad = grad

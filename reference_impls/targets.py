@@ -23,12 +23,14 @@ from reference_impls.plain import PlainTrainer
 
 def named_parameters(trainer: PlainTrainer | HFTrainer) -> Mapping[str, Tensor]:
     """The trainable parameters by name; a tied weight appears once."""
-    return dict(trainer.model.named_parameters())
+    return {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 def plain_trainer(**options: Any) -> Target:
     """`PlainTrainer(**options)` with all that is known about it."""
-    return _declared(lambda **more: PlainTrainer(**{**options, **more}), first_position=1, **options)
+    return _declared(
+        lambda **more: PlainTrainer(**{**options, **more}), first_position=1, **options
+    )
 
 
 def hf_trainer(model: str = "llama", **options: Any) -> Target:
@@ -47,9 +49,7 @@ def _declared(
 ) -> Target:
     return Target(
         factory=make,
-        variants={
-            "sgd": lambda: make(optimizer=sgd, schedule=lambda _: 0.1, clip_norm=math.inf)
-        },
+        variants={"sgd": lambda: make(optimizer=sgd, schedule=lambda _: 0.1, clip_norm=math.inf)},
         optimizer=adamw,
         learning_rate=lambda update: warm_up_then_decay(update + first_position),
         clip_norm=CLIP_NORM,

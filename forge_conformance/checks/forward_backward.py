@@ -16,6 +16,7 @@ from forge_conformance.checks.comparing import (
     expect_same_effect,
     expect_same_tensors,
     losses_of,
+    stacked,
     without_loss_scale,
 )
 from forge_conformance.checks.registry import check
@@ -64,6 +65,9 @@ def the_loss_is_this_batchs(lab: Lab, batch: TextTrainBatch, loss: str) -> None:
     Is it the custom loss's value, of this batch, with the weights as they are?"""
     trainer = lab.trainer
     witness = Witness(_LOSSES[loss])
+    trainer.forward(batch.input_ids)
+    trainer.forward_backward(batch)
+    trainer.optim_step()
     logits = trainer.forward(batch.input_ids)
     reported = trainer.forward_backward(batch, witness).loss
     trainer.clear_gradients()
@@ -84,14 +88,7 @@ def the_loss_is_this_batchs(lab: Lab, batch: TextTrainBatch, loss: str) -> None:
             exact, plain = loss_value(_LOSSES[loss], logits, batch)
             allowed = value_error(exact, plain, lab.dtype, scale=1.0)
             expect_near(reported, exact, f"the custom loss {loss} of forward's logits", allowed)
-    other = make_batch(lab.domain, lab.domain.usual_shape, seed=5)
-    first, _, again = losses_of(lab, batch, other, batch)
-    expect_near(
-        again,
-        first,
-        "the default loss of the same batch after a call on another one",
-        value_error(first, first, lab.dtype),
-    )
+    _expect_loss_of_this_call(lab, batch)
 
 
 @check("forward_backward.custom_loss", batch=batches(), loss=_custom_losses)
@@ -212,10 +209,12 @@ def only_gradients_change(lab: Lab, batch: TextTrainBatch) -> None:
     running statistic that `forward` reads?"""
     trainer = lab.trainer
     parameters = lab.parameters(trainer) if lab.sees_gradients else None
+    trainer.forward_backward(batch)
+    trainer.optim_step()
     weights = parameters.weights() if parameters else {}
     logits = trainer.forward(batch.input_ids)
-    trainer.forward_backward(batch)
-    trainer.forward_backward(batch, summed_nll)
+    for loss_fn in (None, summed_nll) * 3:
+        trainer.forward_backward(batch, *([loss_fn] if loss_fn else []))
     what = "weights after forward_backward are those before"
     if parameters:
         expect_same_tensors(parameters.weights(), weights, what, None)
@@ -241,6 +240,7 @@ def gradients_add_up(lab: Lab, first: TextTrainBatch, second: TextTrainBatch, lo
     if not lab.stochastic:
         what = "what two calls accumulate doesn't depend on their order"
         expect_same_effect(lab, both_reversed, both, what, exact=True)
+        _expect_updates_see_the_sum(lab, first)
     if both.from_gradients:
         expect_same_effect(
             lab, both, added(one, other), "the gradient of two calls is the sum of theirs"
@@ -601,6 +601,48 @@ def _expect_same_batch(given: Any, batch: TextTrainBatch) -> None:
         )
 
 
+def _expect_loss_of_this_call(lab: Lab, batch: TextTrainBatch) -> None:
+    """The default loss depends neither on other batches before nor on what is accumulated."""
+    other = make_batch(lab.domain, lab.domain.usual_shape, seed=5)
+    first, _, again = losses_of(lab, batch, other, batch)
+    allowed = value_error(first, first, lab.dtype)
+    expect_near(again, first, "the default loss of the same batch after another one", allowed)
+    if lab.stochastic:
+        return
+    trainer = lab.trainer
+    for accumulated in range(3):
+        loss = trainer.forward_backward(batch).loss
+        what = f"the default loss of the same batch with {accumulated} microbatches accumulated"
+        expect_near(loss, first, what, allowed)
+
+
+def _expect_updates_see_the_sum(lab: Lab, batch: TextTrainBatch) -> None:
+    """Updates from one call, and from several that each have a part of its loss.
+
+    The numbers of calls vary from update to update, so that an optimizer which ignores a constant
+    factor sees one change.
+    """
+
+    def training(subject: Subject, calls: tuple[int, ...]) -> Tensor:
+        for count in calls:
+            for part in _halving_parts(count):
+                subject.forward_backward(batch, times(part, mean_nll))
+            subject.optim_step()
+        return subject.forward(batch.input_ids)
+
+    in_parts, whole = lab.pair_results(
+        lambda subject: training(subject, (2, 1, 8, 1)),
+        lambda subject: training(subject, (1, 1, 1, 1)),
+    )
+    what = "logits after updates from calls with a part of the loss each are those from one call"
+    expect_same(in_parts, whole, what, lab.run_allowed)
+
+
+def _halving_parts(count: int) -> list[float]:
+    """So many powers of two that every sum from the first on is one, and the last is 1: exact."""
+    return [0.5 ** (count - 1)] * (count > 1) + [0.5**i for i in range(count - 1, 0, -1)] or [1.0]
+
+
 def _expect_masked_targets_ignored(lab: Lab, batch: TextTrainBatch, place: int) -> None:
     masked = (~kept_mask(batch)).nonzero()
     if not len(masked):
@@ -688,6 +730,14 @@ def _expect_weights_are_factors(
         ids[row, column] = target
         return replace(batch, target_ids=ids, target_weights=weights)
 
+    for special in _special_ids(lab):
+        with_it, without = losses_of(lab, weighted(1.0, special), weighted(0.0, special))
+        surprise = -logits[row, column].double().log_softmax(-1)[special].item()
+        expect(
+            with_it != without or surprise < 1e-3,
+            expected=f"the kept target {special} at [{row}, {column}] to count: the mask decides",
+            seen=f"loss {with_it:.9g} with weight 1 and with weight 0",
+        )
     least_likely = int(logits[row, column].argmin())
     likeliest = int(logits[row, column].argmax())
     none, none_too, half, full = losses_of(
@@ -711,6 +761,14 @@ def _expect_weights_are_factors(
         expected=f"weight 0.5 at [{row}, {column}] to be neither weight 0 nor weight 1",
         seen=f"loss {half:.9g}; with weight 0 {none:.9g}, with weight 1 {full:.9g}",
     )
+
+
+def _special_ids(lab: Lab) -> list[int]:
+    """Ids that a loss may take for padding: the tokenizer's special ones, 0 and the last."""
+    tokenizer = lab.trainer.get_tokenizer()
+    told = [getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos", "bos", "unk")]
+    ids = [0, lab.domain.vocab_size - 1, *told]
+    return sorted({i for i in ids if isinstance(i, int) and 0 <= i < lab.domain.vocab_size})
 
 
 def _farthest(values: Tensor, index: int) -> int:
@@ -741,16 +799,17 @@ def _expect_long_sequences_whole(lab: Lab) -> None:
     batch = make_batch(lab.domain, (1, longest + 3), mask="none")
     if _attempt(lab.trainer, batch) is not None:
         return
-    mask = torch.zeros_like(batch.target_ids)
-    mask[0, -1] = 1
-    last = replace(batch, target_mask=mask)
-    other = replace(last, target_ids=(batch.target_ids + 1) % lab.domain.vocab_size)
-    loss, with_other = losses_of(lab, last, other)
-    expect(
-        loss != with_other,
-        expected=f"{longest + 3} positions, over max_seq_len, refused or computed in full",
-        seen="a loss that doesn't depend on the last target: the sequence is cut",
-    )
+    for end, position in (("first", 0), ("last", -1)):
+        mask = torch.zeros_like(batch.target_ids)
+        mask[0, position] = 1
+        only = replace(batch, target_mask=mask)
+        other = replace(only, target_ids=(batch.target_ids + 1) % lab.domain.vocab_size)
+        loss, with_other = losses_of(lab, only, other)
+        expect(
+            loss != with_other,
+            expected=f"{longest + 3} positions, over max_seq_len, refused or computed in full",
+            seen=f"a loss that doesn't depend on the {end} target: the sequence is cut",
+        )
 
 
 def _expect_failure_without_trace(
@@ -772,3 +831,20 @@ def _expect_failure_without_trace(
     expect_same_effect(
         lab, seen, reference, f"accumulated gradients, as if {what} had never been sent", exact=True
     )
+    if lab.stochastic:
+        return
+
+    def training(subject: Subject, fail: bool) -> Tensor:
+        shown: list[Tensor | float] = []
+        for _ in range(2):
+            if fail:
+                _attempt(subject, batch, loss_fn)
+            shown.append(subject.forward_backward(second).loss)
+            shown += subject.optim_step()[:2]
+        return stacked(*shown, subject.forward(first.input_ids))
+
+    failing, clean = lab.pair_results(
+        lambda subject: training(subject, True), lambda subject: training(subject, False)
+    )
+    what = f"losses, steps, rates and logits of a training, as if {what} had never been sent"
+    expect_same(failing, clean, what, lab.run_allowed)

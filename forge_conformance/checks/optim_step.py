@@ -91,7 +91,7 @@ def the_reported_rate_is_the_one_used(lab: Lab) -> None:
     and the one that the optimizer really used."""
     subject = lab.fresh()
     batch = make_batch(lab.domain, lab.domain.usual_shape)
-    for update in range(6):
+    for update in range(_SEVERAL_DOZEN):
         before = subject.forward(batch.input_ids)
         subject.forward_backward(batch)
         rate = subject.optim_step().learning_rate
@@ -256,10 +256,16 @@ def nonfinite_gradients_are_not_applied(lab: Lab) -> None:
     expect_same(subject.forward(batch.input_ids), logits, what, lab.unmoved_allowed)
     subject.forward_backward(batch)
     following = subject.optim_step()
+    logits_after = subject.forward(batch.input_ids)
     expect(
-        bool(subject.forward(batch.input_ids).isfinite().all()),
+        bool(logits_after.isfinite().all()),
         expected="finite logits after the next update: the gradient of NaN is gone",
         seen="logits that aren't finite",
+    )
+    expect(
+        following.learning_rate == 0 or not identical(logits_after, logits),
+        expected="the next update to move the weights: the optimizer's state took in no NaN",
+        seen=f"no change with learning rate {following.learning_rate:.4g}",
     )
     expect(
         following.accumulated_microbatches == 1,
@@ -277,6 +283,9 @@ def nonfinite_gradients_are_not_applied(lab: Lab) -> None:
 
 # Parts
 
+
+_SEVERAL_DOZEN = 48
+"""Updates of a new trainer that take a short schedule to its end."""
 
 _FULL = (torch.float32, torch.float64)
 

@@ -19,7 +19,7 @@ from forge_conformance.lab import Lab
 from forge_conformance.observe.parameters import Tensors
 from forge_conformance.scenarios.batches import batches, make_batch
 from forge_conformance.scenarios.domain import Domain
-from forge_conformance.scenarios.losses import summed_nll
+from forge_conformance.scenarios.losses import mean_nll
 from forge_conformance.subject import CallFailed, Status, Subject
 
 OPERATIONS = (
@@ -40,7 +40,14 @@ _TOUR = (
     *("forward_backward", "forward_backward with a loss", "optim_step"),
     *("forward_backward", "clear_gradients", "forward_backward", "save", "optim_step"),
     *("forward_backward", "forward_backward that fails", "forward_backward that keeps nothing"),
-    *("load", "forward_backward", "forward", "get_config", "optim_step"),
+    *(
+        "load",
+        "forward_backward",
+        "forward",
+        "get_config",
+        *("forward_backward",) * 8,
+        "optim_step",
+    ),
     *("save weights", "forward_backward", "load weights", "forward_backward", "optim_step"),
 )
 """A program that uses everything where it matters; tried before all others."""
@@ -90,7 +97,7 @@ def asking_changes_nothing(lab: Lab, batch: TextTrainBatch) -> None:
             _ask(subject, times)
             shown.append(subject.forward_backward(batch).loss)
             _ask(subject, times)
-            shown.append(subject.forward_backward(batch, summed_nll).loss)
+            shown.append(subject.forward_backward(batch, mean_nll).loss)
             _ask(subject, times)
             update = subject.optim_step()
             shown += [update.step, update.learning_rate, update.accumulated_microbatches]
@@ -140,7 +147,7 @@ class _Run:
                 subject.forward_backward(self.batch)
                 model.pending += 1
             case "forward_backward with a loss":
-                subject.forward_backward(self.batch, summed_nll)
+                subject.forward_backward(self.batch, mean_nll)
                 model.pending += 1
             case "forward_backward that fails":
                 with suppress(CallFailed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ class Graph:
         leaves: The leaf tensors that gradients accumulate in, in the order of the walk.
         readable: Whether the leaves' memory may be touched. A sharded trainer computes on
             unsharded copies whose storage is freed afterwards; reading one ends the process.
-        dtypes: The floating-point types of all results in the graph, the leaves' included.
+        dtypes: The floating-point types that matrices are multiplied in; of all results in the
+            graph where it doesn't show that (a compiled one).
     """
 
     leaves: tuple[Tensor, ...]
@@ -26,20 +28,27 @@ class Graph:
     dtypes: frozenset[torch.dtype]
 
 
+_PRODUCTS = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Mv|Dot|Linear|Convolution|ScaledDot)\w*Backward")
+
+
 def walk(logits: Tensor) -> Graph:
     """The graph behind `logits`, without reading the memory of any tensor in it."""
     leaves: list[Tensor] = []
-    dtypes: set[torch.dtype] = {logits.dtype}
+    all_dtypes: set[torch.dtype] = {logits.dtype}
+    product_dtypes: set[torch.dtype] = set()
     for node in _nodes(logits.grad_fn):
-        dtypes.update(metadata.dtype for metadata in node._input_metadata)
+        dtypes = {metadata.dtype for metadata in node._input_metadata}
+        all_dtypes |= dtypes
+        if _PRODUCTS.match(node.name()):
+            product_dtypes |= dtypes
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)
-            dtypes.add(leaf.dtype)
+            all_dtypes.add(leaf.dtype)
     return Graph(
         leaves=tuple(leaves),
         readable=bool(leaves) and all(_has_memory(leaf) for leaf in leaves),
-        dtypes=frozenset(dtype for dtype in dtypes if dtype.is_floating_point),
+        dtypes=frozenset(d for d in product_dtypes or all_dtypes if d.is_floating_point),
     )
 
 

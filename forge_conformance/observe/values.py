@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import numbers
 import sys
 import types
@@ -25,7 +24,7 @@ DEEPEST = 16
 """How deep values are followed; what lies deeper is taken for a cycle."""
 
 ADDED = "added by the caller"
-"""What `changed` writes into containers; known by its identity."""
+"""What `changed` adds to containers, to be recognised by."""
 
 
 def is_metric(value: Any) -> bool:
@@ -87,8 +86,8 @@ def numbers_of(leaf: Any) -> list[float]:
     if isinstance(leaf, numbers.Real) and not isinstance(leaf, bool):
         try:
             return [float(leaf)]
-        except OverflowError:
-            return [math.copysign(sys.float_info.max, leaf)]
+        except OverflowError:  # an int beyond the largest float, and finite
+            return [sys.float_info.max]
     return []
 
 

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from forge_conformance.contract import CATALOGUE, Clause, Level
-from forge_conformance.outcome import Outcome, Verdict
+from forge_conformance.outcome import Finding, Outcome, Verdict
 
-CONFORMANT, NOT_CONFORMANT, KIT_FAILED, USAGE, NOTHING_CHECKED = 0, 1, 3, 4, 5
+
+class Status(IntEnum):
+    """What a run has come to; the value is its exit status."""
+
+    CONFORMANT = 0
+    NOT_CONFORMANT = 1
+    UNFINISHED = 2
+    """The run was stopped before its end and nothing had broken until then."""
+    KIT_FAILED = 3
+    USAGE = 4
+    """The target can't be used: no trainer can be built, or what it declares fails."""
+    NOTHING_CHECKED = 5
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A clause that broke, and the clauses that broke for the same reason, by their ids."""
+
+    clause_id: str
+    followed: list[str]
 
 
 @dataclass(frozen=True)
@@ -17,8 +38,8 @@ class Summary:
 
     Args:
         trainer: The name that was given to `--trainer`.
-        outcomes: One for each clause that ran.
-        selected: The ids of all clauses that were to run.
+        outcomes: One for each clause that was judged.
+        selected: The ids of all clauses that were to be judged.
         strict: Whether a broken SHOULD fails the run.
     """
 
@@ -33,38 +54,70 @@ class Summary:
         found = [
             outcome
             for outcome in self.outcomes
-            if outcome.verdict in verdicts and (level is None or _clause(outcome).level is level)
+            if outcome.verdict in verdicts and (level is None or clause_of(outcome).level is level)
         ]
         return sorted(found, key=lambda outcome: order.index(outcome.clause_id))
 
     @property
-    def failing(self) -> list[Outcome]:
-        """The outcomes for which the trainer doesn't conform."""
-        levels = (Level.MUST, Level.SHOULD) if self.strict else (Level.MUST,)
-        broke = [o for o in self.of(Verdict.BROKE) if _clause(o).level in levels]
-        return broke + self.of(Verdict.UNEXPECTEDLY_HELD)
+    def broke(self) -> list[Outcome]:
+        """The broken clauses that make the trainer fail."""
+        return self.of(Verdict.BROKE, level=None if self.strict else Level.MUST)
 
     @property
-    def not_run(self) -> list[str]:
-        """Clauses that were to run and didn't: the run was stopped before them."""
-        ran = {outcome.clause_id for outcome in self.outcomes}
-        return [clause_id for clause_id in self.selected if clause_id not in ran]
+    def advised(self) -> list[Outcome]:
+        """The broken clauses that are only advice."""
+        return [] if self.strict else self.of(Verdict.BROKE, level=Level.SHOULD)
 
     @property
-    def judged(self) -> list[Outcome]:
-        """The outcomes that say something about the trainer."""
-        return self.of(Verdict.HELD, Verdict.BROKE, Verdict.EXPECTED, Verdict.UNEXPECTEDLY_HELD)
+    def unfinished(self) -> list[str]:
+        """The clauses that were to be judged and have no outcome."""
+        judged = {outcome.clause_id for outcome in self.outcomes}
+        return [clause_id for clause_id in self.selected if clause_id not in judged]
 
     @property
-    def exit_status(self) -> int:
-        """0 conformant, 1 not, 3 the kit failed, 4 the trainer can't be built, 5 nothing checked."""
-        if self.of(Verdict.UNBUILDABLE) and not self.judged:
-            return USAGE
+    def causes(self) -> list[Cause]:
+        """The broken clauses by what made them break: what fails the run first, then advice.
+
+        A clause follows from another where its finding says so and that one broke too, or where
+        an earlier one was broken by the same fault of the trainer, word for word.
+        """
+        causes: dict[str, Cause] = {}
+        root_of: dict[str, str] = {}
+        broken = [*self.broke, *self.advised]
+        broken_ids = {outcome.clause_id for outcome in broken}
+        for outcome in broken:
+            finding = outcome.finding or Finding("", "")
+            fault = "" if finding.apart else _ADDRESS.sub("", finding.seen)
+            judged_by = finding.follows if finding.follows in broken_ids else None
+            root = judged_by or root_of.get(fault) or outcome.clause_id
+            if fault:
+                root_of.setdefault(fault, root)
+            causes.setdefault(root, Cause(root, []))
+            if root != outcome.clause_id:
+                causes[root].followed.append(outcome.clause_id)
+        return list(causes.values())
+
+    def cause_of(self, clause_id: str) -> str:
+        """The clause that a broken one follows from: itself, where nothing else is known."""
+        for cause in self.causes:
+            if clause_id in cause.followed:
+                return cause.clause_id
+        return clause_id
+
+    @property
+    def status(self) -> Status:
+        says_something = self.of(
+            Verdict.HELD, Verdict.BROKE, Verdict.EXPECTED, Verdict.UNEXPECTEDLY_HELD
+        )
         if self.of(Verdict.KIT_ERROR):
-            return KIT_FAILED
-        if self.failing or self.of(Verdict.UNBUILDABLE):
-            return NOT_CONFORMANT
-        return CONFORMANT if self.judged else NOTHING_CHECKED
+            return Status.KIT_FAILED
+        if self.broke or self.of(Verdict.UNEXPECTEDLY_HELD):
+            return Status.NOT_CONFORMANT
+        if self.of(Verdict.UNBUILDABLE):
+            return Status.USAGE
+        if self.unfinished:
+            return Status.UNFINISHED
+        return Status.CONFORMANT if says_something else Status.NOTHING_CHECKED
 
     @property
     def overhead(self) -> float:
@@ -74,30 +127,42 @@ class Summary:
 
     def sentence(self) -> str:
         """The verdict in one line."""
-        held = len(self.of(Verdict.HELD, level=Level.MUST))
-        not_checked = len(self.of(Verdict.NOT_CHECKED, level=Level.MUST))
-        expected = len(self.of(Verdict.EXPECTED))
-        counts = f"{held} MUST clauses held"
-        if expected:
-            counts += f", {expected} broke as expected"
-        if not_checked:
-            counts += f", {not_checked} not checked"
-        if self.not_run:
-            counts += f", {len(self.not_run)} not run"
-        whole = len(self.selected) == len(runnable())
-        scope = "" if whole and not self.not_run else " in what was run"
-        match self.exit_status:
-            case 0:
-                return f"CONFORMANT{scope}: {counts}"
-            case 1:
-                return f"NOT CONFORMANT: {len(self.failing)} broke, {counts}"
-            case 3:
-                broken = len(self.of(Verdict.KIT_ERROR))
-                return f"NO VERDICT: the kit itself failed in {broken} checks; {counts}"
-            case 4:
-                return "NO VERDICT: the trainer can't be built"
-            case _:
-                return f"NO VERDICT: nothing was checked; {counts}"
+        return f"{self._headline()}: {self._counts()}" if self.selected else self._headline()
+
+    def _headline(self) -> str:
+        match self.status:
+            case Status.CONFORMANT:
+                expected = len(self.of(Verdict.EXPECTED, level=Level.MUST))
+                whole = set(self.selected) >= {clause.id for clause in runnable()}
+                but = f" BUT FOR {expected} EXPECTED" if expected else ""
+                return f"CONFORMANT{but}" if whole else f"CONFORMANT{but} in what was selected"
+            case Status.NOT_CONFORMANT:
+                return "NOT CONFORMANT"
+            case Status.UNFINISHED:
+                return "NO VERDICT, the run stopped early"
+            case Status.KIT_FAILED:
+                return "NO VERDICT, the kit itself failed"
+            case Status.USAGE:
+                return "NO VERDICT, the target can't be used"
+            case Status.NOTHING_CHECKED:
+                return "NO VERDICT, nothing was checked"
+
+    def _counts(self) -> str:
+        parts = []
+        for level in Level:
+            selected = [each for each in self.selected if CATALOGUE[each].level is level]
+            if not selected:
+                continue
+            held = len(self.of(Verdict.HELD, level=level))
+            unfinished = sum(CATALOGUE[each].level is level for each in self.unfinished)
+            others = [
+                f"{len(found)} {verdict.value}"
+                for verdict in Verdict
+                if verdict is not Verdict.HELD and (found := self.of(verdict, level=level))
+            ]
+            others += [f"{unfinished} unfinished"] if unfinished else []
+            parts.append(", ".join([f"{held} of {len(selected)} {level} held", *others]))
+        return "; ".join(parts)
 
 
 def runnable() -> list[Clause]:
@@ -105,5 +170,9 @@ def runnable() -> list[Clause]:
     return [clause for clause in CATALOGUE.values() if clause.pending is None]
 
 
-def _clause(outcome: Outcome) -> Clause:
+def clause_of(outcome: Outcome) -> Clause:
+    """The clause that an outcome is of."""
     return CATALOGUE[outcome.clause_id]
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")

@@ -2,138 +2,245 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from forge_conformance.contract import AREAS, CATALOGUE, Level
 from forge_conformance.outcome import Finding, Outcome, Verdict
-from forge_conformance.report.summary import Summary
+from forge_conformance.report.summary import Summary, clause_of, runnable
 
-WIDTH = 96
+_LABEL = 16
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-def finding_text(outcome: Outcome, again: str) -> str:
-    """A broken clause: in words, expected against seen, the smallest input, where to look.
+def width() -> int:
+    """Columns to fill: those of the terminal, within what reads well."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, 72), 100)
+
+
+def failure_text(outcome: Outcome, again: str, cause: str | None = None) -> str:
+    """Why a clause fails the run, in full: the clause in words first, then what happened.
 
     Args:
-        again: The command that runs this one clause again.
+        again: The command that judges this one clause again.
+        cause: The clause that has told the same fault already, if one has.
     """
-    clause = CATALOGUE[outcome.clause_id]
-    finding = outcome.finding or Finding(expected="", seen="")
-    lines = [f"{clause.id} ({clause.level}): {clause.sentence}", ""]
-    lines = textwrap.wrap(lines[0], WIDTH) + [""]
-    lines += _labelled("expected", finding.expected)
+    clause = clause_of(outcome)
+    if cause not in (None, clause.id):
+        fault = _wrapped(outcome.finding.seen if outcome.finding else "")
+        return "\n".join([*fault, "", *_labelled("cause", f"that of {cause}, which see")])
+    lines = [*_wrapped(clause.sentence), ""]
+    match outcome.verdict:
+        case Verdict.BROKE:
+            lines += _finding_lines(outcome.finding or Finding("", ""))
+        case Verdict.UNEXPECTEDLY_HELD:
+            lines += _labelled("expected", f"to break: {outcome.reason}")
+            lines += _labelled("seen", "it holds")
+            lines += _labelled("to do", f"take {clause.id} out of Target.expected_failures")
+        case Verdict.KIT_ERROR:
+            lines += _wrapped(
+                "The check itself failed, which says nothing about the trainer. Please report it:"
+            )
+            lines += ["", textwrap.indent(outcome.reason.rstrip(), "  "), ""]
+        case _:
+            lines += _wrapped(outcome.reason)
+    lines += _labelled("again", again, wrap=False)
+    return "\n".join(lines)
+
+
+def failure_line(outcome: Outcome) -> str:
+    """Why a clause fails the run, in one line."""
+    match outcome.verdict:
+        case Verdict.UNEXPECTEDLY_HELD:
+            return "expected to break, but held: take it out of Target.expected_failures"
+        case Verdict.KIT_ERROR:
+            error = outcome.reason.rstrip().rpartition("\n")[2]
+            return f"the kit's own error, please report it: {error}"
+        case _ if outcome.finding is None:
+            return outcome.reason
+        case _:
+            expected, seen = (
+                " ".join(text.split()) for text in (outcome.finding.expected, outcome.finding.seen)
+            )
+            return f"expected {expected}; seen {seen}" if expected else seen
+
+
+def verdict_lines(summary: Summary, timing: bool = False) -> Iterator[str]:
+    """The verdict but for its last sentence: a table by area, then what is to be known of each."""
+    yield from _table(summary)
+    yield from _section("broke", _broken_lines(summary, summary.broke))
+    yield from _section(
+        "held against expectation",
+        [
+            f"{o.clause_id}: take it out of Target.expected_failures ({o.reason})"
+            for o in summary.of(Verdict.UNEXPECTEDLY_HELD)
+        ],
+    )
+    yield from _section("the kit's own errors", _lines(summary.of(Verdict.KIT_ERROR)))
+    yield from _section("the target can't be used", _by_reason(summary.of(Verdict.UNBUILDABLE)))
+    yield from _section(
+        "broke as expected",
+        [f"{o.clause_id}: {o.reason}" for o in summary.of(Verdict.EXPECTED)],
+    )
+    yield from _section("advice", _advice_lines(summary))
+    yield from _section("not checked", _by_reason(summary.of(Verdict.NOT_CHECKED)))
+    if timing:
+        yield from _section("time", _timing_lines(summary))
+    yield ""
+
+
+def sentence_lines(summary: Summary) -> list[str]:
+    """The verdict's last sentence, wrapped."""
+    return _wrapped(summary.sentence(), indent="  ")
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    lines = _labelled("expected", finding.expected)
     lines += _labelled("seen", finding.seen)
     lines += _labelled("apart", finding.apart)
     for number, line in enumerate(finding.example):
         lines += _labelled("smallest input" if number == 0 else "", line)
-    lines += _labelled("where to look", finding.where_to_look)
     if finding.follows:
-        lines += _labelled("cause", f"follows from {finding.follows}")
-    lines += _labelled("again", again, wrap=False)
+        lines += _labelled("cause", f"what {finding.follows} judges; look there first")
+    lines += _labelled("where to look", " ".join(finding.where_to_look.split()))
     if finding.trainer_traceback:
-        lines += ["", "in the trainer:", textwrap.indent(finding.trainer_traceback, "  ")]
-    return "\n".join(lines)
+        lines += ["", "  in the trainer", textwrap.indent(finding.trainer_traceback, "  "), ""]
+    return lines
 
 
-def verdict_lines(summary: Summary, timing: bool = False) -> Iterator[str]:
-    """The verdict: a table by area, what broke, what was advised, what wasn't checked."""
-    yield from _table(summary)
-    yield from _section("broke", _broken_lines(summary))
-    yield from _section(
-        "expected failures",
-        [f"{o.clause_id}: {o.reason}" for o in summary.of(Verdict.EXPECTED)],
-    )
-    yield from _section("advice", _advice_lines(summary))
-    yield from _section(
-        "not checked", [f"{o.clause_id}: {o.reason}" for o in summary.of(Verdict.NOT_CHECKED)]
-    )
-    if timing:
-        calls = sum(outcome.calls for outcome in summary.outcomes)
-        inside = sum(outcome.call_seconds for outcome in summary.outcomes)
-        total = sum(outcome.seconds for outcome in summary.outcomes)
-        yield ""
-        yield (
-            f"time: {total:.1f} s, {inside:.1f} s of it inside {calls} calls of the trainer; "
-            f"overhead ×{summary.overhead:.2f}"
-        )
-        slowest = sorted(summary.outcomes, key=lambda outcome: -outcome.seconds)[:5]
-        yield "slowest: " + ", ".join(f"{o.clause_id} {o.seconds:.2f} s" for o in slowest)
-    yield ""
+_COLUMNS: Sequence[tuple[str, Verdict | None]] = [
+    ("held", Verdict.HELD),
+    ("broke", Verdict.BROKE),
+    ("not checked", Verdict.NOT_CHECKED),
+    ("as expected", Verdict.EXPECTED),
+    ("unexpected", Verdict.UNEXPECTEDLY_HELD),
+    ("kit error", Verdict.KIT_ERROR),
+    ("no trainer", Verdict.UNBUILDABLE),
+    ("unfinished", None),
+]
 
 
 def _table(summary: Summary) -> Iterator[str]:
-    yield f"{'':22}{'MUST held':>10}{'broke':>7}{'not checked':>13}{'SHOULD kept':>13}"
-    for area in AREAS:
-        clauses = [clause for clause in CATALOGUE.values() if clause.area == area]
-        ran = {
-            o.clause_id: o.verdict for o in summary.outcomes if o.clause_id.startswith(area + ".")
-        }
-        pending = [clause for clause in clauses if clause.pending]
-        if pending and not ran:
-            yield f"{area:22}   no check yet for {len(pending)} clauses"
-            continue
-        if not ran:
-            continue
-        must = [v for i, v in ran.items() if CATALOGUE[i].level is Level.MUST]
-        should = [v for i, v in ran.items() if CATALOGUE[i].level is Level.SHOULD]
-        failed = (Verdict.BROKE, Verdict.EXPECTED, Verdict.UNEXPECTEDLY_HELD)
-        kept = f"{should.count(Verdict.HELD)} of {len(should)}" if should else "-"
-        yield (
-            f"{area:22}{must.count(Verdict.HELD) or '-':>10}"
-            f"{sum(v in failed for v in must) or '-':>7}"
-            f"{must.count(Verdict.NOT_CHECKED) or '-':>13}{kept:>13}"
+    """One row for each area: how its MUST clauses came out, and how many SHOULD clauses held."""
+    if not summary.selected:
+        return
+    verdicts: dict[str, Verdict | None] = dict.fromkeys(summary.selected)
+    verdicts.update({outcome.clause_id: outcome.verdict for outcome in summary.outcomes})
+
+    def must(verdict: Verdict | None, clause_ids: Iterable[str]) -> int:
+        return sum(
+            verdicts[each] is verdict for each in clause_ids if CATALOGUE[each].level is Level.MUST
         )
 
+    columns = [
+        (title, verdict)
+        for number, (title, verdict) in enumerate(_COLUMNS)
+        if number < 3 or must(verdict, verdicts)
+    ]
 
-def _broken_lines(summary: Summary) -> list[str]:
+    def row(name: str, clause_ids: list[str]) -> str:
+        counts = [(title, must(verdict, clause_ids)) for title, verdict in columns]
+        should = [verdicts[each] for each in clause_ids if CATALOGUE[each].level is Level.SHOULD]
+        kept = f"{should.count(Verdict.HELD)} of {len(should)}" if should else ""
+        cells = "".join(f"{count or '-':>{len(title) + 2}}" for title, count in counts)
+        return f"  {name:18}{cells:}{kept:>13}".rstrip()
+
+    heads = "".join(f"{title:>{len(title) + 2}}" for title, _ in columns)
+    yield f"  {'MUST':18}{heads}{'SHOULD held':>13}"
+    by_area: dict[str, list[str]] = defaultdict(list)
+    for clause_id in CATALOGUE:
+        if clause_id in verdicts:
+            by_area[CATALOGUE[clause_id].area].append(clause_id)
+    for area, clause_ids in by_area.items():
+        yield row(area, clause_ids)
+    if len(by_area) > 1:
+        yield row("all", list(verdicts))
+    pending = [clause.area for clause in CATALOGUE.values() if clause.pending]
+    if pending and len(verdicts) == len(runnable()):
+        unchecked = ", ".join(
+            f"{area}{_NO_BREAK}{pending.count(area)}" for area in AREAS if area in pending
+        )
+        yield ""
+        yield from _wrapped(f"no check yet, by clauses: {unchecked}", "  ", "    ")
+
+
+def _broken_lines(summary: Summary, outcomes: Sequence[Outcome]) -> list[str]:
+    """Those of `outcomes` that are a cause, each with what followed from it."""
+    by_id = {outcome.clause_id: outcome for outcome in outcomes}
     lines = []
-    first_with: dict[str, str] = {}
-    for outcome in summary.failing:
-        if outcome.verdict is Verdict.UNEXPECTEDLY_HELD:
-            lines.append(f"{outcome.clause_id}: expected to break, but held; take it off the list")
-            continue
-        finding = outcome.finding or Finding(expected="", seen="")
-        cause = finding.follows or first_with.get(finding.seen)
-        first_with.setdefault(finding.seen, outcome.clause_id)
-        said = " ".join(finding.seen.split())
-        lines.append(
-            f"{outcome.clause_id}: follows from {cause}"
-            if cause
-            else f"{outcome.clause_id}: expected {finding.expected}; seen {said:.160}"
-        )
-    kit_errors = summary.of(Verdict.KIT_ERROR)
-    lines += [f"{o.clause_id}: the kit's own error, see above" for o in kit_errors]
-    unbuildable = {o.reason for o in summary.of(Verdict.UNBUILDABLE)}
-    return lines + sorted(unbuildable)
+    for cause in summary.causes:
+        if cause.clause_id in by_id:
+            lines.append(f"{cause.clause_id}: {_cut(failure_line(by_id[cause.clause_id]))}")
+            if cause.followed:
+                count = f" ({len(cause.followed)})" if len(cause.followed) > 2 else ""
+                lines.append(f"    and with it{count} {', '.join(cause.followed)}")
+    return lines
 
 
 def _advice_lines(summary: Summary) -> list[str]:
-    lines = []
-    if not summary.strict:
-        for outcome in summary.of(Verdict.BROKE, level=Level.SHOULD):
-            finding = outcome.finding or Finding(expected="", seen="")
-            said = " ".join(finding.seen.split())
-            lines.append(f"{outcome.clause_id}: expected {finding.expected}; seen {said:.200}")
+    lines = _broken_lines(summary, summary.advised)
     for outcome in summary.outcomes:
         lines += [f"{outcome.clause_id}: {advice}" for advice in outcome.advice]
     return lines
 
 
-def _section(title: str, lines: list[str]) -> Iterator[str]:
+def _timing_lines(summary: Summary) -> list[str]:
+    calls = sum(outcome.calls for outcome in summary.outcomes)
+    inside = sum(outcome.call_seconds for outcome in summary.outcomes)
+    total = sum(outcome.seconds for outcome in summary.outcomes)
+    slowest = sorted(summary.outcomes, key=lambda outcome: -outcome.seconds)[:5]
+    return [
+        f"checks {total:.2f} s, of which {inside:.2f} s inside {calls} calls of the trainer: "
+        f"overhead ×{summary.overhead:.2f}",
+        "slowest "
+        + ", ".join(f"{o.clause_id}{_NO_BREAK}{o.seconds:.2f}{_NO_BREAK}s" for o in slowest),
+    ]
+
+
+def _lines(outcomes: Iterable[Outcome]) -> list[str]:
+    return [f"{outcome.clause_id}: {_cut(failure_line(outcome))}" for outcome in outcomes]
+
+
+def _by_reason(outcomes: Iterable[Outcome]) -> list[str]:
+    ids: dict[str, list[str]] = defaultdict(list)
+    for outcome in outcomes:
+        ids[outcome.reason].append(outcome.clause_id)
+    return [f"{', '.join(clause_ids)}: {reason}" for reason, clause_ids in ids.items()]
+
+
+def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield ""
         yield f"{title}:"
     for line in lines:
-        yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from _wrapped(line, "  ", "      ")
+
+
+def _cut(text: str, most: int = 240) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _wrapped(text: str, first: str = "", indent: str = "") -> list[str]:
+    """Lines of `text`; a no-break space holds words together."""
+    lines = textwrap.wrap(
+        text,
+        width(),
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _labelled(label: str, text: str, wrap: bool = True) -> list[str]:
-    if not text:
-        return []
     lines = [
         piece
         for line in text.splitlines()
-        for piece in (textwrap.wrap(line, WIDTH - 18) if wrap else [line])
+        for piece in (
+            textwrap.wrap(line, width() - _LABEL - 2, break_on_hyphens=False) if wrap else [line]
+        )
     ]
-    return [f"  {label if number == 0 else '':16}{line}" for number, line in enumerate(lines)]
+    return [f"  {label if number == 0 else '':{_LABEL}}{line}" for number, line in enumerate(lines)]

@@ -28,8 +28,10 @@ class Domain:
     max_seq_len: int | None = None
     declared_shapes: Sequence[Shape] | None = None
 
-    max_batch = 4
+    max_batch = 6
     usual_seq = 12
+    short_enough = 128
+    """A longest sequence up to here is drawn like any other; a longer one costs too much."""
 
     def shapes(self, min_batch: int = 1, min_seq: int = 1) -> st.SearchStrategy[Shape]:
         """Shapes of at least so many rows and positions; the smallest ones first."""
@@ -41,9 +43,13 @@ class Domain:
         longest = min(self.usual_seq, self.max_seq_len or self.usual_seq)
         if longest < min_seq:
             return st.nothing()
-        return st.tuples(
+        usual = st.tuples(
             st.integers(min_batch, max(self.max_batch, min_batch)), st.integers(min_seq, longest)
         )
+        whole = self.longest_seq
+        if whole is None or not longest < whole <= self.short_enough:
+            return usual
+        return usual | st.just((min_batch, whole))
 
     @property
     def usual_shape(self) -> Shape:

@@ -82,7 +82,9 @@ def names_the_cause(error: BaseException) -> bool:
             return True
         if "raised on purpose" in str(current):
             return True
-        waiting += [current.__cause__, current.__context__, getattr(current, "exception", None)]
+        waiting += [current.__cause__, getattr(current, "exception", None)]
+        if not current.__suppress_context__:
+            waiting.append(current.__context__)
     return False
 
 
@@ -100,7 +102,19 @@ def bad_batches(domain: Domain) -> dict[str, TextTrainBatch]:
         return TextTrainBatch(*(change(getattr(good, name)) for name in _FIELDS))
 
     too_large = domain.vocab_size
-    return {
+    broadcast = {}
+    if rows > 1:
+        broadcast["a mask of one row for all"] = replace(good, target_mask=torch.ones(1, columns))
+        broadcast["weights of one row for all"] = replace(
+            good, target_weights=torch.ones(1, columns)
+        )
+    if columns > 1:
+        broadcast["a mask of one column"] = replace(good, target_mask=torch.ones(rows, 1))
+        broadcast["weights of one column"] = replace(good, target_weights=torch.ones(rows, 1))
+        broadcast["targets shorter than inputs"] = replace(
+            good, target_ids=good.target_ids[:, :-1], target_mask=None, target_weights=None
+        )
+    return broadcast | {
         "an input id equal to vocab_size": with_id("input_ids", too_large),
         "a negative input id": with_id("input_ids", -1),
         "a kept target id equal to vocab_size": with_id("target_ids", too_large),
@@ -117,10 +131,9 @@ def bad_batches(domain: Domain) -> dict[str, TextTrainBatch]:
             good, target_ids=torch.cat([good.target_ids, good.target_ids[:, :1]], dim=1)
         ),
         "a mask of another shape": replace(good, target_mask=torch.ones(rows, columns + 1)),
-        "a mask of one row for all": replace(good, target_mask=torch.ones(1, columns))
-        if rows > 1
-        else replace(good, target_mask=torch.ones(rows + 1, columns)),
         "weights of another shape": replace(good, target_weights=torch.ones(rows, columns + 1)),
+        "a mask of rank 1": replace(good, target_mask=torch.ones(columns)),
+        "weights of rank 1": replace(good, target_weights=torch.ones(columns)),
         "no rows": every(lambda tensor: tensor[:0]),
         "no positions": every(lambda tensor: tensor[:, :0]),
     }

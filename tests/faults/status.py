@@ -147,7 +147,7 @@ class StepsBySaving(PlainTrainer):
 class RoundsTheStep(PlainTrainer):
     def __init__(self) -> None:
         super().__init__()
-        self.step = 256  # a run that goes on: the next step is the first that is rounded
+        self.step = 1000  # a run that goes on: bfloat16 counts by 4 and 8 here
 
     def _training_state(self) -> dict[str, Any]:
         return {**super()._training_state(), "step": int(torch.tensor(self.step).bfloat16())}

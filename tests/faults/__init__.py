@@ -1,0 +1,30 @@
+"""The corpus of faulty and of unusual trainers; importing it enters them all."""
+
+from tests.faults import (
+    clear_gradients,
+    config,
+    forward,
+    forward_backward,
+    honest,
+    metrics,
+    optim_step,
+    status,
+    structure,
+    tokenizer,
+)
+from tests.faults.corpus import FAULTS, HONEST
+
+__all__ = [
+    "FAULTS",
+    "HONEST",
+    "clear_gradients",
+    "config",
+    "forward",
+    "forward_backward",
+    "honest",
+    "metrics",
+    "optim_step",
+    "status",
+    "structure",
+    "tokenizer",
+]
