@@ -178,10 +178,16 @@ class Session:
     ) -> Generator[None, Any, Any]:
         report = yield
         if call.excinfo is not None and isinstance(call.excinfo.value, TargetError):
-            report.conformance_unbuildable = None if self._has_trainer else str(call.excinfo.value)
+            self._note_unbuildable(item, report, call.excinfo.value)
         if isinstance(item, ClauseItem) and call.when == "call" and item.outcome is not None:
             report.conformance = item.outcome.to_dict()
         return report
+
+    def _note_unbuildable(self, item: pytest.Item, report: Any, error: TargetError) -> None:
+        if not self._has_trainer:
+            report.conformance_unbuildable = str(error)
+            if self.in_worker:
+                item.session.shouldfail = "no trainer can be built"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

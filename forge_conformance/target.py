@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -106,12 +108,10 @@ def resolve(name: str) -> Target:
         raise TargetError(f"{name!r} is not of the form module:Name, for example mypkg:MyTrainer")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        where = "not found" if isinstance(error, ModuleNotFoundError) else "failed to import"
-        raise TargetError(
-            f"module {module_name!r} {where}: {type(error).__name__}: {error} "
-            f"(looked in {sys.path[0] or '.'!r} and the rest of sys.path)"
-        ) from error
+    except TargetError as error:
+        raise TargetError(f"{module_name}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(_import_failure(module_name, error)) from error
     for attribute in attribute_path.split("."):
         try:
             found = getattr(found, attribute)
@@ -129,6 +129,22 @@ def resolve(name: str) -> Target:
         )
     _require_no_arguments(name, found)
     return Target(factory=found, name=name)
+
+
+def _import_failure(module_name: str, error: BaseException) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+        if "/" in module_name or module_name.endswith(".py"):
+            return f"name the module with dots, mypkg.trainer:Name, not the file {module_name!r}"
+        return (
+            f"no module {missing!r} in {sys.path[0] or os.getcwd()!r} or elsewhere on sys.path; "
+            "run pytest from the folder that it is in, or install it"
+        )
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"module {module_name!r} can't be imported: {type(error).__name__}: {error} "
+        f"({place.filename}:{place.lineno})"
+    )
 
 
 def _require_no_arguments(name: str, factory: Factory) -> None:

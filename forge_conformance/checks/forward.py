@@ -179,8 +179,8 @@ def returned_logits_never_change(lab: Lab, ids: Tensor) -> None:
     other = make_ids(lab.domain, (ids.shape[0], ids.shape[1]), seed=7)
     later_calls: dict[str, Callable[[], object]] = {
         "forward_backward": lambda: trainer.forward_backward(TextTrainBatch(other, ids)),
-        "forward": lambda: trainer.forward(other),
         "optim_step": trainer.optim_step,
+        "forward": lambda: trainer.forward(other),
     }
     for name, call in later_calls.items():
         call()

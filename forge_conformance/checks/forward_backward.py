@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from forge_conformance.finding import (
     expect,
     expect_near,
     expect_same,
+    identical,
 )
 from forge_conformance.lab import Lab, Program
 from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
@@ -133,32 +135,27 @@ def the_custom_loss_is_differentiated(lab: Lab, batch: TextTrainBatch, loss: str
 def the_next_call_uses_the_default(lab: Lab, batch: TextTrainBatch, loss: str) -> None:
     """Is `loss_fn` stored on the trainer and found there by the next call without one?"""
 
-    def custom(subject: Subject) -> None:
-        subject.forward_backward(batch, _LOSSES[loss])
-        subject.clear_gradients()
+    def then_default(*loss_fn: Loss) -> Program[float]:
+        def program(subject: Subject) -> float:
+            subject.forward_backward(batch, *loss_fn)
+            subject.clear_gradients()
+            return subject.forward_backward(batch).loss
 
-    def then_default(subject: Subject) -> float:
-        custom(subject)
-        return subject.forward_backward(batch).loss
+        return program
 
-    def twice_default(subject: Subject) -> float:
-        subject.forward_backward(batch)
-        subject.clear_gradients()
-        return subject.forward_backward(batch).loss
-
-    after_custom, after_default = lab.effects(then_default, twice_default)
-    expect_same_effect(
-        lab,
-        after_custom,
-        after_default,
-        "what a call without loss_fn accumulates after one with it is as after any other",
-        exact=True,
-    )
+    what = "what a call without loss_fn accumulates after one with it is as after any other"
+    after_custom, after_default = lab.effects(then_default(_LOSSES[loss]), then_default())
+    expect_same_effect(lab, after_custom, after_default, what, exact=True)
+    with suppress(NotChecked):  # only twins have never seen a custom loss, and there may be none
+        if lab.repeats:
+            seen, first = lab.twin_results(then_default(_LOSSES[loss]), then_default())
+            what = "the loss of a call without loss_fn after one with it, as after any other,"
+            expect_near(seen, first, what, value_error(first, first, lab.dtype))
 
 
 @check(
     "forward_backward.default_loss",
-    batch=batches(min_seq=2, masks=("all", "ragged", "none")),
+    batch=batches(min_seq=2, masks=("ragged",), weights=("ones", "fractional")),
     place=_places,
 )
 def masks_and_weights_mean_what_they_say(lab: Lab, batch: TextTrainBatch, place: int) -> None:
@@ -179,25 +176,16 @@ def the_default_loss_is_the_declared_one(lab: Lab, batch: TextTrainBatch) -> Non
     declared = lab.target.default_loss
     if declared is None:
         raise NotChecked("the default loss isn't declared", Need.DECLARED_DEFAULT_LOSS)
-    witness = Witness(mean_nll)
-    if lab.stochastic:
-        reported = lab.twin_results(
-            lambda subject: subject.forward_backward(batch, witness).loss,
-            lambda subject: subject.forward_backward(batch).loss,
-        )[1]
-        logits = witness.logits
-        if logits is None:
-            raise NotChecked("dropout can't be watched where the loss runs in another process")
-    else:
-        logits = lab.trainer.forward(batch.input_ids)
-        reported = lab.trainer.forward_backward(batch).loss
-    exact, plain = loss_value(declared, logits, batch)
-    expect_near(
-        reported,
-        exact,
-        "the declared default loss of the same logits in float64",
-        value_error(exact, plain, lab.dtype, scale=1.0),
-    )
+    uneven = make_batch(lab.domain, lab.domain.usual_shape, weights="fractional")
+    for given in (batch, uneven):
+        reported, logits = _loss_and_logits(lab, given)
+        exact, plain = loss_value(declared, logits, given)
+        expect_near(
+            reported,
+            exact,
+            "the declared default loss of the same logits in float64",
+            value_error(exact, plain, lab.dtype, scale=1.0),
+        )
 
 
 # What it does to the trainer
@@ -282,9 +270,10 @@ def batches_stay_as_they_were(lab: Lab, batch: TextTrainBatch) -> None:
     """Does anything write into the batch: `masked_fill_` on the targets, a mask applied in place,
     a field replaced?"""
     trainer = lab.trainer
+    full = make_batch(lab.domain, lab.domain.usual_shape, weights="fractional")
     rows = batch.input_ids[:1].expand(batch.input_ids.shape)
-    aliased = replace(batch, input_ids=batch.input_ids, target_ids=batch.input_ids)
-    repeated = replace(batch, input_ids=rows, target_ids=rows)
+    aliased = replace(full, target_ids=full.input_ids)
+    repeated = TextTrainBatch(input_ids=rows, target_ids=rows)
     for given in (batch, aliased, repeated):
         before = {name: _copied(getattr(given, name)) for name in _FIELDS}
         objects = {name: getattr(given, name) for name in _FIELDS}
@@ -449,8 +438,9 @@ def sound_again_after_a_broken_backward(lab: Lab, batch: TextTrainBatch) -> None
         trainer.clear_gradients()
         if lab.stochastic:
             continue
-        recovered, clean = lab.effects(
-            _calls(batch, None, batch, loss_fn=None, failing_first=loss_fn), _calls(batch)
+        # In this order: what a failure changes for good must not change the reference too.
+        clean, recovered = lab.effects(
+            _calls(batch), _calls(batch, None, batch, loss_fn=None, failing_first=loss_fn)
         )
         expect_same_effect(
             lab,
@@ -601,6 +591,21 @@ def _expect_same_batch(given: Any, batch: TextTrainBatch) -> None:
         )
 
 
+def _loss_and_logits(lab: Lab, batch: TextTrainBatch) -> tuple[float, Tensor]:
+    """The default loss of a batch, and the logits that it was computed from."""
+    if not lab.stochastic:
+        logits = lab.trainer.forward(batch.input_ids)
+        return lab.trainer.forward_backward(batch).loss, logits
+    witness = Witness(mean_nll)
+    _, reported = lab.twin_results(
+        lambda subject: subject.forward_backward(batch, witness).loss,
+        lambda subject: subject.forward_backward(batch).loss,
+    )
+    if witness.logits is None:
+        raise NotChecked("dropout can't be watched where the loss runs in another process")
+    return reported, witness.logits
+
+
 def _expect_loss_of_this_call(lab: Lab, batch: TextTrainBatch) -> None:
     """The default loss depends neither on other batches before nor on what is accumulated."""
     other = make_batch(lab.domain, lab.domain.usual_shape, seed=5)
@@ -610,10 +615,11 @@ def _expect_loss_of_this_call(lab: Lab, batch: TextTrainBatch) -> None:
     if lab.stochastic:
         return
     trainer = lab.trainer
-    for accumulated in range(3):
+    for accumulated in (0, 2, 4):
         loss = trainer.forward_backward(batch).loss
         what = f"the default loss of the same batch with {accumulated} microbatches accumulated"
         expect_near(loss, first, what, allowed)
+        trainer.forward_backward(other)
 
 
 def _expect_updates_see_the_sum(lab: Lab, batch: TextTrainBatch) -> None:
@@ -657,6 +663,12 @@ def _expect_masked_targets_ignored(lab: Lab, batch: TextTrainBatch, place: int) 
     seen, reference = lab.effects(_calls(other), _calls(batch))
     what = "the gradient with other ids at masked targets is the same"
     expect_same_effect(lab, seen, reference, what, exact=True)
+    if batch.target_weights is not None:
+        weights = batch.target_weights.masked_fill(~kept_mask(batch), math.nan)
+        with suppress(CallFailed):  # a trainer may refuse weights that aren't finite
+            loss, with_nan = losses_of(lab, batch, replace(batch, target_weights=weights))
+            what = "the loss with NaN as the weight of masked targets is the same"
+            expect_near(with_nan, loss, what, value_error(loss, loss, lab.dtype))
 
 
 def _expect_kept_targets_counted(
@@ -832,6 +844,7 @@ def _expect_failure_without_trace(
         lab, seen, reference, f"accumulated gradients, as if {what} had never been sent", exact=True
     )
     if lab.stochastic:
+        _expect_still_stochastic(lab, what, batch, loss_fn)
         return
 
     def training(subject: Subject, fail: bool) -> Tensor:
@@ -848,3 +861,24 @@ def _expect_failure_without_trace(
     )
     what = f"losses, steps, rates and logits of a training, as if {what} had never been sent"
     expect_same(failing, clean, what, lab.run_allowed)
+
+
+def _expect_still_stochastic(
+    lab: Lab, what: str, batch: TextTrainBatch, loss_fn: Loss | None
+) -> None:
+    """A failed call mustn't leave dropout off: equal calls after it see differing logits."""
+    trainer = lab.trainer
+    _attempt(trainer, batch, loss_fn)
+    seen = []
+    for _ in range(4):
+        witness = Witness(mean_nll)
+        trainer.forward_backward(make_batch(lab.domain, lab.domain.usual_shape), witness)
+        seen.append(witness.logits)
+    first = seen[0]
+    if first is None:
+        return
+    expect(
+        any(logits is not None and not identical(logits, first) for logits in seen[1:]),
+        expected=f"differing logits of equal calls after {what}, as before it: dropout is on",
+        seen="the same logits each time",
+    )

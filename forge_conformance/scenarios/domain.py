@@ -43,13 +43,13 @@ class Domain:
         longest = min(self.usual_seq, self.max_seq_len or self.usual_seq)
         if longest < min_seq:
             return st.nothing()
-        usual = st.tuples(
-            st.integers(min_batch, max(self.max_batch, min_batch)), st.integers(min_seq, longest)
-        )
+        lengths = list(range(min_seq, longest + 1))
         whole = self.longest_seq
-        if whole is None or not longest < whole <= self.short_enough:
-            return usual
-        return usual | st.just((min_batch, whole))
+        if whole is not None and longest < whole <= self.short_enough:
+            lengths += [whole] * 4
+        return st.tuples(
+            st.integers(min_batch, max(self.max_batch, min_batch)), st.sampled_from(lengths)
+        )
 
     @property
     def usual_shape(self) -> Shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from forge.api import ForwardBackwardResult, LossFn, OptimStepResult, TextTrainBatch
 from forge_conformance import Target
-from reference_impls.optimization import adamw, clip, sgd, warm_up_then_decay
+from reference_impls.optimization import adamw, clip
 from reference_impls.plain import PlainTrainer
 from tests.faults.corpus import faulty
-from tests.faults.declared import constant_rate, declared, declared_sgd
+from tests.faults.declared import declared, declared_sgd
 
 
 class Reports(PlainTrainer):
@@ -62,7 +62,9 @@ class ReportsTheTotal(Reports):
         return replace(result, accumulated_microbatches=self.total)
 
 
-@faulty("optim_step.step_and_count", "the step reported is the optimizer's, which counts from a load")
+@faulty(
+    "optim_step.step_and_count", "the step reported is the optimizer's, which counts from a load"
+)
 class ReportsTheMicrostep(Reports):
     microsteps = 0
 
@@ -331,7 +333,9 @@ def skips_bias_correction() -> Target:
     return declared(SkipsBiasCorrection)
 
 
-@faulty("optim_step.update_rule", "the optimizer has the library's betas, not the declared ones (B72)")
+@faulty(
+    "optim_step.update_rule", "the optimizer has the library's betas, not the declared ones (B72)"
+)
 def takes_default_betas() -> Target:
     class TakesDefaultBetas(PlainTrainer):
         def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -387,7 +391,7 @@ def counts_norms_twice() -> Target:
     class CountsNormsTwice(Clips):
         def _clip_to(self, limit: float) -> None:
             parameters = list(self._trainable().values())
-            total = torch.nn.utils.get_total_norm([g for g in [*gradients(self)[:4]] * 2])
+            total = torch.nn.utils.get_total_norm(gradients(self)[:4] * 2)
             rest = torch.nn.utils.get_total_norm(gradients(self)[4:])
             norm = (total.square() + rest.square()).sqrt()
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -423,6 +427,22 @@ def sets_one_groups_rate() -> Target:
             self.optimizer.step()
 
     return declared(SetsOneGroupsRate)
+
+
+@faulty("optim_step.update_rule", "each update starts from copies of the first weights (B119)")
+def starts_from_old_copies() -> Target:
+    class StartsFromOldCopies(PlainTrainer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.masters = {name: p.detach().clone() for name, p in self._trainable().items()}
+
+        def _apply_update(self, learning_rate: float) -> None:
+            with torch.no_grad():
+                for name, p in self._trainable().items():
+                    p.copy_(self.masters[name])
+            super()._apply_update(learning_rate)
+
+    return declared(StartsFromOldCopies)
 
 
 # Clipping
@@ -611,6 +631,3 @@ class AppliesTheRest(PlainTrainer):
         for grad in gradients(self):
             grad.nan_to_num_(0.0, 0.0, 0.0)
         super()._clip()
-
-
-__all__ = ["MainGradients", "Sequence", "constant_rate", "sgd", "warm_up_then_decay"]
