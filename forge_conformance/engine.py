@@ -116,7 +116,7 @@ class _Trial:
     def _explore(self, strategies: dict[str, Any], seed: int) -> None:
         @hypothesis.seed(zlib.crc32(f"{seed} {self.check.clause_id}".encode()))
         @hypothesis.settings(
-            max_examples=self.profile.examples,
+            max_examples=max(2, round(self.check.share * self.profile.examples)),
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),

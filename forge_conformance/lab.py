@@ -298,6 +298,11 @@ class Lab:
             return False
         return True
 
+    @property
+    def sees_all_parameters(self) -> bool:
+        """Whether `parameters` are all there are: declared, or read from a graph without gaps."""
+        return self.target.parameters is not None or (self.graph is None or self.graph.whole)
+
     @cached_property
     def idle_updates(self) -> int:
         """How many updates a new trainer makes before one moves its logits: warm-up from 0.
@@ -380,6 +385,11 @@ class Lab:
         after = subject.forward(batch.input_ids)
         return Effect({"logits after the update": after - before}, from_gradients=False)
 
+    def loss_scale(self, subject: Subject) -> float:
+        """By how much gradients are scaled, as declared; 1 where nothing is."""
+        declared = self.target.loss_scale
+        return 1.0 if declared is None else float(self.ask_author("loss_scale", declared, subject))
+
     def ask_author(self, what: str, function: Callable[[Any], T], subject: Subject) -> T:
         """What a declared access function gives for the trainer of `subject`."""
         try:
@@ -404,6 +414,13 @@ class Lab:
                 "the tensors that the autograd graph shows are not where gradients accumulate",
                 Need.IN_PROCESS,
             )
+        if not all(isinstance(leaf, torch.nn.Parameter) for leaf in graph.leaves):
+            again = self.probe(subject)
+            if again is None or {*map(id, again.leaves)} != {*map(id, graph.leaves)}:
+                raise NotChecked(
+                    "the autograd graph ends at tensors that are new in each call",
+                    Need.IN_PROCESS,
+                )
         return {f"leaf {index}": leaf for index, leaf in enumerate(graph.leaves)}
 
     # Making trainers

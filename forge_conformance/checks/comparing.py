@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.api import TextTrainBatch
-from forge_conformance.finding import NotChecked, Undecided, broken
-from forge_conformance.lab import Effect, Lab
+from forge_conformance.finding import NotChecked, Undecided, broken, expect
+from forge_conformance.lab import Effect, Lab, Program
 from forge_conformance.observe.parameters import Tensors
-from forge_conformance.oracle.tolerance import Allowed, tensors_apart
+from forge_conformance.oracle.tolerance import Allowed, apart, tensors_apart
+from forge_conformance.scenarios.batches import make_batch
+from forge_conformance.scenarios.losses import Witness, mean_nll
 from forge_conformance.subject import Subject
 
 
@@ -95,6 +98,35 @@ def losses_of(lab: Lab, *batches: TextTrainBatch) -> list[float]:
     return lab.twin_results(*programs)
 
 
+def expect_still_stochastic(lab: Lab, what: str, fail: Program[Any]) -> None:
+    """Break the clause if no call that follows on `fail` sees dropout any more.
+
+    Judged only where every call sees it otherwise, and where the logits can be seen.
+    """
+    trainer = lab.trainer
+    batch = make_batch(lab.domain, lab.domain.usual_shape)
+    undropped = trainer.forward(batch.input_ids)
+
+    def drops() -> bool:
+        witness = Witness(mean_nll)
+        trainer.forward_backward(batch, witness)
+        if witness.logits is None:
+            return False
+        return apart(witness.logits, undropped) > lab.logits_allowed.error
+
+    if not all(drops() for _ in range(4)):
+        return
+    after = []
+    for _ in range(4):
+        fail(trainer)
+        after.append(drops())
+    expect(
+        any(after),
+        expected=f"training logits with dropout after {what}, as before it",
+        seen="those of forward, without dropout",
+    )
+
+
 def added(one: Effect, other: Effect) -> Effect:
     """The sum of two effects that were read from gradients."""
     names = {**one.tensors, **other.tensors}
@@ -114,17 +146,21 @@ def without_loss_scale(
         NotChecked: They are the reference times 2ⁿ, n ≥ 8, and no loss scale is declared.
     """
     if lab.target.loss_scale is not None:
-        scale = lab.ask_author("loss_scale", lab.target.loss_scale, subject)
+        scale = lab.loss_scale(subject)
         return {name: gradient / scale for name, gradient in accumulated.items()}
     factor = scale_between(accumulated, reference)
-    if factor is not None and factor > 200:
-        exponent = round(math.log2(factor))
-        if exponent >= 8 and abs(factor / 2**exponent - 1) < 0.01:
-            raise NotChecked(
-                f"all gradients are 2^{exponent} times as large, which looks like a loss scale: "
-                "declare Target.loss_scale"
-            )
+    if factor is not None:
+        refuse_loss_scale(factor)
     return accumulated
+
+
+def refuse_loss_scale(factor: float) -> None:
+    """Raise `NotChecked` if gradients that are `factor` times too large look scaled on purpose."""
+    if factor > 200 and abs(factor / 2 ** round(math.log2(factor)) - 1) < 0.01:
+        raise NotChecked(
+            f"all gradients are 2^{round(math.log2(factor))} times as large, which looks like a "
+            "loss scale: declare Target.loss_scale"
+        )
 
 
 def stacked(*values: Tensor | float) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from forge.api import TextTrainBatch
 from forge_conformance.checks.comparing import stacked
 from forge_conformance.checks.registry import check
+from forge_conformance.checks.replays import expect_declared_updates
 from forge_conformance.contract import Need
 from forge_conformance.finding import (
     NotChecked,
@@ -24,10 +25,8 @@ from forge_conformance.finding import (
 )
 from forge_conformance.lab import Lab
 from forge_conformance.observe.parameters import Tensors
-from forge_conformance.oracle.optimizers import Replay, total_norm
+from forge_conformance.oracle.optimizers import total_norm
 from forge_conformance.oracle.tolerance import (
-    FACTOR,
-    ULPS,
     Allowed,
     value_error,
 )
@@ -176,7 +175,9 @@ def weights_move_as_the_declared_optimizer_moves_them(
     """Compare the update with the declared optimizer, fed with the same gradients: its
     hyper-parameters and their groups (weight decay on which parameters?), bias correction, the
     clipping before it, anything done to the gradients between backward and step."""
-    _expect_declared_updates(lab, [[first], [second, first], [second]], factor)
+    expect_declared_updates(
+        lab, [[first], [second, first, second], [second]], times(factor, mean_nll)
+    )
 
 
 @check(
@@ -194,7 +195,7 @@ def clipping_sees_the_whole_gradient(lab: Lab, microbatches: list[TextTrainBatch
         binding = times(1e3 * max(clip_norm, 1e-3), mean_nll)
         for batch in microbatches:
             trainer.forward_backward(batch, binding)
-        norm = total_norm(parameters.gradients()) / _loss_scale(lab, trainer)
+        norm = total_norm(parameters.gradients()) / lab.loss_scale(trainer)
         trainer.clear_gradients()
         expect(
             norm > 1.01 * clip_norm * len(microbatches) or norm == 0,
@@ -203,7 +204,7 @@ def clipping_sees_the_whole_gradient(lab: Lab, microbatches: list[TextTrainBatch
             f"where clip_norm is {clip_norm:g}",
         )
         if lab.target.optimizer is not None:
-            _expect_declared_updates(lab, [microbatches], 1e3 * max(clip_norm, 1e-3))
+            expect_declared_updates(lab, [microbatches], binding)
 
 
 @check("optim_step.empty", batch=batches())
@@ -319,11 +320,6 @@ def _rates_of_fresh_trainer(lab: Lab, batch: TextTrainBatch, updates: int) -> li
     return rates
 
 
-def _loss_scale(lab: Lab, subject: Subject) -> float:
-    declared = lab.target.loss_scale
-    return 1.0 if declared is None else float(lab.ask_author("loss_scale", declared, subject))
-
-
 def _expect_parameters_are_current(lab: Lab, trainer: Subject, before: Tensors) -> None:
     """Nothing moved: is it that nothing was updated, or that the update made new parameters?"""
     now = lab.parameters(trainer).weights()
@@ -343,7 +339,7 @@ def _expect_rate_of_plain_sgd(lab: Lab, batch: TextTrainBatch) -> None:
         gradients = parameters.gradients()
         rate = subject.optim_step().learning_rate
         after = parameters.weights()
-        scale = _loss_scale(lab, subject)
+        scale = lab.loss_scale(subject)
         moved = math.fsum(
             float((before[n] - after[n]).double().mul(g).sum()) for n, g in gradients.items()
         )
@@ -356,56 +352,3 @@ def _expect_rate_of_plain_sgd(lab: Lab, batch: TextTrainBatch) -> None:
             "the rate that the weights of the variant with plain SGD moved by",
             Allowed(1e-3 * abs(rate), "a thousandth: weights round the step"),
         )
-
-
-def _expect_declared_updates(lab: Lab, updates: list[list[TextTrainBatch]], factor: float) -> None:
-    """Break the clause unless a new trainer's weights follow the declared optimizer's in float64.
-
-    Args:
-        updates: The microbatches of each update.
-        factor: What the loss is multiplied by, to make clipping bind or not.
-    """
-    build, clip_norm = lab.target.optimizer, lab.target.clip_norm
-    if build is None:
-        raise NotChecked("the optimizer isn't declared", Need.DECLARED_OPTIMIZER)
-    if clip_norm is None:
-        raise NotChecked("whether and how it clips isn't declared", Need.DECLARED_CLIPPING)
-    subject = lab.fresh()
-    parameters = lab.parameters(subject)
-    weights = parameters.weights()
-    exact = Replay(build, weights, torch.float64, clip_norm)
-    plain = Replay(build, weights, None, clip_norm)
-    for number, microbatches in enumerate(updates):
-        for batch in microbatches:
-            subject.forward_backward(batch, times(factor, mean_nll))
-        scale = _loss_scale(lab, subject)
-        gradients = {name: g.double() / scale for name, g in parameters.gradients().items()}
-        rate = subject.optim_step().learning_rate
-        expected, rounded = exact.step(gradients, rate), plain.step(gradients, rate)
-        seen = parameters.weights()
-        for name, weight in expected.items():
-            _expect_moved_alike(
-                f"{name} {list(weight.shape)} after update {number}",
-                seen[name],
-                weight,
-                rounded[name],
-                total_norm({name: weight - weights[name].double()}),
-            )
-
-
-def _expect_moved_alike(
-    what: str, seen: Tensor, exact: Tensor, plain: Tensor, moved: float
-) -> None:
-    error = total_norm({what: seen.double() - exact})
-    own = total_norm({what: plain.double() - exact})
-    unit = torch.finfo(seen.dtype).eps
-    allowed = FACTOR * own + ULPS * unit * total_norm({what: exact})
-    expect(
-        error <= allowed,
-        expected=f"{what} as the declared optimizer moves it in float64",
-        seen=f"off by {error / moved:.3g} of the distance moved"
-        if moved
-        else "moved, but should stay",
-        apart=f"{error:.3g}; allowed {allowed:.2g} ({FACTOR:g} times the error of plain PyTorch "
-        f"plus {ULPS:g} units in the last place)",
-    )

@@ -24,11 +24,13 @@ class Check:
             otherwise (see `forge_conformance.finding`).
         varying: What Hypothesis draws, by parameter name: a strategy once the inputs that the
             trainer takes are known. Without any, the check runs once.
+        share: The part of a profile's inputs that is tried, of checks that look long at each.
     """
 
     clause_id: str
     judge: Callable[..., None]
     varying: Mapping[str, Callable[[Domain], st.SearchStrategy[Any]]]
+    share: float = 1.0
 
     @property
     def where_to_look(self) -> str:
@@ -42,7 +44,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(_CHECKS)
 
 
 def check(
-    clause_id: str, **varying: Callable[[Domain], st.SearchStrategy[Any]]
+    clause_id: str, /, *, share: float = 1.0, **varying: Callable[[Domain], st.SearchStrategy[Any]]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function the check of a clause; its docstring says where to look after a break.
 
@@ -59,7 +61,7 @@ def check(
             raise ValueError(f"{clause_id} has two checks")
         if not judge.__doc__:
             raise ValueError(f"the check of {clause_id} has no docstring that says where to look")
-        _CHECKS[clause_id] = Check(clause_id, judge, MappingProxyType(varying))
+        _CHECKS[clause_id] = Check(clause_id, judge, MappingProxyType(varying), share)
         return judge
 
     return register

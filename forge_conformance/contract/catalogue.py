@@ -32,10 +32,10 @@ AREAS: Mapping[str, str] = MappingProxyType(
 """The areas of the contract in its order, each with its title."""
 
 _PENDING = {
-    area: f"no check yet: the {area} area is still to be built"
-    for area in (
+    name: f"no check yet: {name} is still to be built"
+    for name in (
         "checkpoint",
-        "numerics",
+        "numerics.parity",
         "concurrency",
         "isolation",
         "resources",
@@ -647,6 +647,9 @@ _CLAUSES = (
 )
 
 CATALOGUE: Mapping[str, Clause] = MappingProxyType(
-    {clause.id: replace(clause, pending=_PENDING.get(clause.area)) for clause in _CLAUSES}
+    {
+        clause.id: replace(clause, pending=_PENDING.get(clause.area, _PENDING.get(clause.id)))
+        for clause in _CLAUSES
+    }
 )
 """Every clause by its id, in the order of the contract."""

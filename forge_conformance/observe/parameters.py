@@ -36,8 +36,13 @@ class Parameters:
 
 def copy_of(tensor: Tensor) -> Tensor:
     """A dense copy on the CPU in the tensor's own dtype; of a sharded one, its local shard."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    detached: Tensor = local.detach()
+    detached = local_part(tensor).detach()
     if detached.is_sparse:
         detached = detached.to_dense()
     return detached.to("cpu", copy=True)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that lives in this process; any other tensor itself."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

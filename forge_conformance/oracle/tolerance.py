@@ -11,13 +11,16 @@ in that dtype makes. The candidate's own noise is never the measure.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from forge_conformance.oracle import differences
 
 FACTOR = 3.0
 ULPS = 4.0
@@ -125,18 +128,70 @@ def noise(dtype: torch.dtype) -> Noise:
     logits = gradients = 0.0
     for scale in _WEIGHT_SCALES:
         exact, rounded = _Plain(torch.float64, scale), _Plain(dtype, scale)
-        logits = max(logits, apart(rounded.logits, exact.logits))
-        for mine, theirs in zip(rounded.gradients, exact.gradients, strict=True):
+        logits = max(logits, apart(rounded.logits(), exact.logits()))
+        for mine, theirs in zip(rounded.gradients(), exact.gradients(), strict=True):
             gradients = max(gradients, apart(mine, theirs))
     return Noise(dtype, logits, gradients)
 
 
+@functools.cache
+def derivative_noise(dtype: torch.dtype) -> float:
+    """The relative error of central differences on the plain transformer computing in `dtype`.
+
+    The gradient is the float64 one of the same weights: what is off is the differences' own part,
+    rounding and curvature, and what an honest gradient in `dtype` is off by.
+    """
+    return max(
+        _Plain(dtype, scale, shape).worst_derivative(loss, part)
+        for scale in _WEIGHT_SCALES
+        for shape in ((2, 16), (1, 4))
+        for loss in (_cross_entropy, _every_logit)
+        for part in differences.PARTS
+    )
+
+
+def change_of_loss(dtype: torch.dtype, loss: float) -> float:
+    """The change of a loss of this size that central differences in `dtype` are best taken with.
+
+    Rounding makes an error of the size of unit / change, curvature one of change²: the cube root
+    of the unit balances the two.
+    """
+    return float(torch.finfo(dtype).eps) ** (1 / 3) / 3 * max(abs(loss), 1.0)
+
+
+def loss_noise(dtype: torch.dtype, loss: float) -> float:
+    """The absolute error of a loss of this size that is computed in `dtype`."""
+    return FACTOR * noise(dtype).logits * max(abs(loss), 1.0)
+
+
+def derivative_error(dtype: torch.dtype, num_layers: int = 2) -> Allowed:
+    """For a directional derivative and the reported gradient along it: relative."""
+    deeper = max(1.0, math.sqrt(num_layers / 2))
+    measured = derivative_noise(dtype) * deeper
+    return Allowed(
+        FACTOR * measured,
+        f"relative: {FACTOR:g} times the error of central differences on a plain transformer in "
+        f"{_name(dtype)} ({measured:.2g})",
+    )
+
+
+_PlainLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _every_logit(logits: Tensor, _targets: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
 class _Plain:
-    """One forward and backward pass of a two-layer causal transformer with fixed weights."""
+    """A two-layer causal transformer with fixed weights, and a batch for it."""
 
-    width, heads, vocab, batch, seq = 64, 4, 64, 2, 16
+    width, heads, vocab = 64, 4, 64
 
-    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+    def __init__(self, dtype: torch.dtype, scale: float, shape: tuple[int, int] = (2, 16)) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def weight(rows: int, columns: int) -> Tensor:
@@ -145,41 +200,58 @@ class _Plain:
             return values.requires_grad_()
 
         width = self.width
-        embedding = weight(self.vocab, width)
-        layers = [
+        self.embedding, self.head = weight(self.vocab, width), weight(self.vocab, width)
+        self.layers = [
             (weight(3 * width, width), weight(width, width), weight(4 * width, width),
              weight(width, 4 * width))
             for _ in range(2)
         ]  # fmt: skip
-        head = weight(self.vocab, width)
-        shape = (self.batch, self.seq)
-        ids = torch.randint(self.vocab, shape, generator=generator)
-        targets = torch.randint(self.vocab, shape, generator=generator)
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            hidden = embedding[ids]
-            for layer in layers:
+        self.weights = [self.embedding, self.head, *itertools.chain(*self.layers)]
+        self.ids = torch.randint(self.vocab, shape, generator=generator)
+        self.targets = torch.randint(self.vocab, shape, generator=generator)
+
+    def logits(self) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.embedding[self.ids]
+            for layer in self.layers:
                 hidden = self._layer(hidden, *layer)
-            logits = F.linear(F.rms_norm(hidden, (width,), eps=1e-5), head)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).to(_at_least_single(dtype)), targets.flatten()
-            )
-            weights = [embedding, head, *(matrix for layer in layers for matrix in layer)]
-            self.gradients = torch.autograd.grad(loss, weights)
-        self.logits = logits.detach()
+            return F.linear(F.rms_norm(hidden, (self.width,), eps=1e-5), self.head)
+
+    def gradients(self, loss: _PlainLoss | None = None) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            logits = self.logits()
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            value = (loss or _cross_entropy)(wide, self.targets)
+            return torch.autograd.grad(value, self.weights)
+
+    def worst_derivative(self, loss: _PlainLoss, part: float) -> float:
+        """The largest relative error of central differences against the gradient."""
+
+        def measure() -> float:
+            with torch.no_grad():
+                return loss(self.logits().double(), self.targets).item()
+
+        change = part * change_of_loss(self.embedding.dtype, measure())
+        worst = 0.0
+        for weight, gradient in zip(self.weights, self.gradients(loss), strict=True):
+            exact = gradient.double()
+            for seed in range(2):
+                direction = differences.along_gradient(exact, seed)
+                if direction is None:
+                    continue
+                found = differences.along(measure, weight, direction, exact, change)
+                if found is not None:
+                    worst = max(worst, found.error)
+        return worst
 
     def _layer(self, hidden: Tensor, qkv: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        shape = (self.batch, self.seq, self.heads, self.width // self.heads)
+        shape = (*self.ids.shape, self.heads, self.width // self.heads)
         projected = F.linear(F.rms_norm(hidden, (self.width,), eps=1e-5), qkv).chunk(3, dim=-1)
         query, key, value = (part.reshape(shape).transpose(1, 2) for part in projected)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), out)
-        return hidden + F.linear(
-            F.silu(F.linear(F.rms_norm(hidden, (self.width,), eps=1e-5), up)), down
-        )
-
-
-def _at_least_single(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        normed = F.rms_norm(hidden, (self.width,), eps=1e-5)
+        return hidden + F.linear(F.silu(F.linear(normed, up)), down)
 
 
 def _name(dtype: torch.dtype) -> str:

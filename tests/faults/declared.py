@@ -24,7 +24,7 @@ def declared(make: Callable[..., Any], **options: Any) -> Target:
     plain = {"optimizer": sgd, "schedule": constant_rate, "clip_norm": math.inf}
     return Target(
         partial(make, **options),
-        name=make.__name__,
+        name=getattr(make, "__name__", "trainer"),
         variants={"sgd": partial(make, **{**options, **plain})},
         optimizer=optimizer,
         learning_rate=lambda update: schedule(update + 1),

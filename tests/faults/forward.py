@@ -47,7 +47,8 @@ class Attends(PlainTrainer):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         scores = query @ key.mT / query.shape[-1] ** 0.5
-        return scores.masked_fill(~self._visible(scores), -torch.inf).softmax(-1) @ value
+        mixed: Tensor = scores.masked_fill(~self._visible(scores), -torch.inf).softmax(-1) @ value
+        return mixed
 
     def _visible(self, scores: Tensor) -> Tensor:
         return torch.ones_like(scores, dtype=torch.bool).tril()
@@ -193,7 +194,7 @@ class CountsRoutes(Looks):
     def _apply_update(self, learning_rate: float) -> None:
         super()._apply_update(learning_rate)
         with torch.no_grad():
-            self.model.model.norm.weight += 1e-4 * self.routed
+            self.model.model.norm.weight.add_(1e-4 * self.routed)
         self.routed = 0
 
 
@@ -288,8 +289,7 @@ class PacksRows(PlainTrainer):
     def _logits(self, input_ids: Tensor) -> Tensor:
         if input_ids.numel() > self.model_config.max_seq_len:
             return super()._logits(input_ids)
-        packed = super()._logits(input_ids.reshape(1, -1))
-        return packed.unflatten(1, input_ids.shape).squeeze(0)
+        return super()._logits(input_ids.reshape(1, -1)).view(*input_ids.shape, -1)
 
 
 @faulty("forward.rows_independent", "an expert takes so many tokens of a batch and drops the rest")

@@ -162,9 +162,7 @@ class ScalesOneLayer(Accumulates):
         return super()._joined(name, earlier, 1.01 * grad if "layers.1." in name else grad)
 
 
-@faulty(
-    "forward_backward.custom_loss", "gradients of norms are halved, as after a double reduction"
-)
+@faulty("forward_backward.custom_loss", "gradients of norms are halved, as by a double reduction")
 class HalvesNorms(Accumulates):
     def _joined(self, name: str, earlier: Tensor | None, grad: Tensor) -> Tensor:
         return super()._joined(name, earlier, grad / 2 if "norm" in name else grad)
@@ -205,9 +203,7 @@ class HandsNoWeights(Hands):
         return replace(batch, target_weights=None)
 
 
-@faulty(
-    "forward_backward.custom_loss", "the custom loss gets weights multiplied into the mask (B19)"
-)
+@faulty("forward_backward.custom_loss", "the custom loss gets weights in place of the mask (B19)")
 class HandsWeightsAsMask(Hands):
     def _handed(self, batch: TextTrainBatch) -> TextTrainBatch:
         if batch.target_weights is None:
@@ -690,9 +686,7 @@ class DropsGradientsOfARefusedBatch(PlainTrainer):
             raise ValueError("the batch keeps no target")
 
 
-@faulty(
-    "forward_backward.all_masked", "a batch without targets counts in a mean of gradients (B09)"
-)
+@faulty("forward_backward.all_masked", "a batch without targets counts in a mean (B09)")
 class CountsEmptyMicrobatches(AveragesMicrobatches):
     pass
 
@@ -746,8 +740,8 @@ class Lenient(Receives):
     """Repairs a bad batch instead of refusing it."""
 
     def _shaped(self, batch: TextTrainBatch, change: Any) -> TextTrainBatch:
-        fields = (batch.input_ids, batch.target_ids, batch.target_mask, batch.target_weights)
-        return TextTrainBatch(*(None if field is None else change(field) for field in fields))
+        fields = {name: field for name, field in vars(batch).items() if field is not None}
+        return replace(batch, **{name: change(field) for name, field in fields.items()})
 
 
 @faulty("forward_backward.bad_input", "input ids outside the vocabulary are clamped")
@@ -958,9 +952,7 @@ class ClearsWhatItCounted(PlainBackward):
             super()._clear()
 
 
-@faulty(
-    "forward_backward.failure_in_backward", "a failed backward leaves the trainer busy for good"
-)
+@faulty("forward_backward.failure_in_backward", "a failed backward leaves the trainer busy")
 class StaysBusy(PlainTrainer):
     busy = False
 
@@ -1048,9 +1040,7 @@ class Climbs(PlainTrainer):
         super()._apply_update(-learning_rate)
 
 
-@faulty(
-    "forward_backward.learns", "the optimizer has the parameters of a model that is gone (B119)"
-)
+@faulty("forward_backward.learns", "the optimizer has an old model's parameters (B119)")
 class UpdatesAnOldModel(PlainTrainer):
     def __init__(self) -> None:
         super().__init__()

@@ -62,9 +62,7 @@ class ReportsTheTotal(Reports):
         return replace(result, accumulated_microbatches=self.total)
 
 
-@faulty(
-    "optim_step.step_and_count", "the step reported is the optimizer's, which counts from a load"
-)
+@faulty("optim_step.step_and_count", "the step reported is of microbatches (B105)")
 class ReportsTheMicrostep(Reports):
     microsteps = 0
 
@@ -333,9 +331,7 @@ def skips_bias_correction() -> Target:
     return declared(SkipsBiasCorrection)
 
 
-@faulty(
-    "optim_step.update_rule", "the optimizer has the library's betas, not the declared ones (B72)"
-)
+@faulty("optim_step.update_rule", "the betas are the library's, not the declared ones (B72)")
 def takes_default_betas() -> Target:
     class TakesDefaultBetas(PlainTrainer):
         def _make_optimizer(self) -> torch.optim.Optimizer:

@@ -1,0 +1,309 @@
+"""Area numerics: the gradient, the step and the run are right, not only plausible."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forge.api import TextTrainBatch
+from forge_conformance.checks.comparing import expect_same_effect, refuse_loss_scale, stacked
+from forge_conformance.checks.registry import check
+from forge_conformance.checks.replays import expect_declared_updates
+from forge_conformance.contract import Need
+from forge_conformance.finding import NotChecked, Undecided, expect, expect_same, identical
+from forge_conformance.lab import Lab
+from forge_conformance.observe.parameters import Parameters, Tensors, local_part
+from forge_conformance.oracle import differences
+from forge_conformance.oracle.differences import Derivative
+from forge_conformance.oracle.losses import loss_value
+from forge_conformance.oracle.tolerance import (
+    FACTOR,
+    Allowed,
+    change_of_loss,
+    derivative_error,
+    loss_noise,
+)
+from forge_conformance.scenarios.batches import batches, kept_mask, make_batch
+from forge_conformance.scenarios.losses import (
+    Loss,
+    Witness,
+    every_logit,
+    mean_nll,
+    summed_nll,
+    times,
+)
+from forge_conformance.subject import Subject
+
+_LOSSES = {"mean_nll": mean_nll, "every_logit": every_logit}
+
+_REPEATS = 9
+
+_MOST_TENSORS = 24
+"""Parameters that one example looks at, of larger models a random choice."""
+
+
+@check(
+    "numerics.gradient",
+    batch=batches(min_batch=2, min_seq=4, masks=("all", "ragged")),
+    loss=lambda _: st.sampled_from(sorted(_LOSSES)),
+    seed=lambda _: st.integers(0, 2**16),
+    share=0.25,
+)
+def the_gradient_is_the_derivative_of_the_loss(
+    lab: Lab, batch: TextTrainBatch, loss: str, seed: int
+) -> None:
+    """Compare with `torch.autograd` layer by layer: a detached or frozen layer, a custom backward,
+    gradients scaled or reduced after backward, what is left of an earlier gradient, a sum that is
+    kept in low precision."""
+    trainer = lab.trainer
+    parameters = lab.parameters(trainer)
+    measure = _loss_meter(lab, trainer, batch, _LOSSES[loss])
+    gradients = _gradient_with_a_past(lab, trainer, parameters, batch, _LOSSES[loss])
+    looks = [
+        _Look(name, local_part(weight), gradients.get(name), measure, lab.dtype)
+        for name, weight in _some_of(parameters.tensors, seed).items()
+    ]
+    first = {look.name: look.derivative(seed) for look in looks}
+    decided = [found for found in first.values() if found is not None]
+    if not decided:
+        raise Undecided("the loss doesn't move along any parameter")
+    if all(found.measured == 0 for found in decided):
+        raise NotChecked("moving the parameters found doesn't move the loss", Need.IN_PROCESS)
+    factor = _common_factor(lab, trainer, decided)
+    allowed = derivative_error(lab.dtype, lab.num_layers)
+    for look in looks:
+        found = first[look.name]
+        if found is not None and look.suspicious(found.over(factor), allowed):
+            _expect_typically_right(look, seed, factor, allowed)
+        _expect_unmoved_where_zero(look, seed)
+
+
+@check("numerics.microbatches", batch=batches(min_batch=3, masks=("ragged", "all")))
+def rows_apart_are_as_rows_together(lab: Lab, batch: TextTrainBatch) -> None:
+    """With a summed loss nothing may depend on how rows are grouped. Is anything divided by the
+    rows, the tokens or the number of calls, in the gradient or in the update?"""
+    if lab.stochastic:
+        raise NotChecked("dropout draws otherwise for other shapes")
+    seq = batch.input_ids.shape[1]
+    sizes = [size for size in (1, 2, 3) if lab.domain.takes((size, seq))]
+    parts = _split(batch, sizes[0] if sizes else 0)
+    if len(parts) < 2:
+        raise Undecided("the batch can't be split into shapes that the trainer takes")
+
+    def apart(subject: Subject) -> None:
+        for part in parts:
+            subject.forward_backward(part, summed_nll)
+
+    split, whole = lab.effects(apart, lambda subject: subject.forward_backward(batch, summed_nll))
+    what = "the gradient of a summed loss from single rows is that from the rows together"
+    expect_same_effect(lab, split, whole, what)
+
+
+@check(
+    "numerics.train_step",
+    program=lambda domain: st.lists(
+        st.lists(batches()(domain), min_size=1, max_size=4), min_size=4, max_size=6
+    ),
+    factor=lambda _: st.sampled_from([None, 1e-3]),
+)
+def training_follows_a_float64_run(
+    lab: Lab, program: list[list[TextTrainBatch]], factor: float | None
+) -> None:
+    """The trainer's own loss, microbatches, clipping (which a small loss keeps from binding),
+    optimizer and schedule together, over several updates: where do the weights drift?"""
+    declared = lab.target.learning_rate
+    expect_declared_updates(
+        lab,
+        program,
+        loss=None if factor is None else times(factor, mean_nll),
+        rate_of=lambda update, reported: reported if declared is None else declared(update),
+    )
+
+
+@check(
+    "numerics.deterministic", seeds=lambda _: st.lists(st.integers(0, 99), min_size=2, max_size=5)
+)
+def equal_trainers_stay_bitwise_equal(lab: Lab, seeds: list[int]) -> None:
+    """What differs between two trainers of the factory: unseeded weights or dropout, kernels that
+    add in another order (atomics, autotuning), hash order, time?"""
+    if not lab.target.deterministic:
+        raise NotChecked("determinism isn't declared", Need.DECLARED_DETERMINISTIC)
+
+    def training(subject: Subject) -> Tensor:
+        lab.reseed()
+        shown: list[Tensor | float] = []
+        for seed in seeds:
+            batch = make_batch(lab.domain, lab.domain.usual_shape, seed)
+            shown.append(subject.forward_backward(batch).loss)
+            shown += subject.optim_step()[:2]
+        return stacked(*shown, subject.forward(batch.input_ids))
+
+    first, second = training(lab.fresh()), training(lab.fresh())
+    what = "losses, steps, rates and logits of one trainer are those of another of the factory"
+    expect_same(second, first, what)
+
+
+# Parts
+
+
+def _loss_meter(
+    lab: Lab, subject: Subject, batch: TextTrainBatch, loss: Loss
+) -> Callable[[], float]:
+    """How to read the loss at the weights as they are, in float64.
+
+    Raises:
+        NotChecked: Its dropout can't be held still.
+    """
+    if not lab.stochastic:
+        return lambda: loss_value(loss, subject.forward(batch.input_ids), batch).exact
+
+    def with_the_same_dropout() -> Tensor:
+        witness = Witness(loss)
+        lab.reseed(_STREAM)
+        subject.forward_backward(batch, witness)
+        subject.clear_gradients()
+        if witness.logits is None:
+            raise NotChecked("dropout can't be held still in another process")
+        return witness.logits
+
+    if not identical(with_the_same_dropout(), with_the_same_dropout()):
+        raise NotChecked("dropout draws from a random stream of its own, which can't be held still")
+    return lambda: loss_value(loss, with_the_same_dropout(), batch).exact
+
+
+_STREAM = 7
+
+
+def _gradient_with_a_past(
+    lab: Lab, subject: Subject, parameters: Parameters, batch: TextTrainBatch, loss: Loss
+) -> Tensors:
+    """The gradient of one call, after an update from another batch and a call that was cleared."""
+    other = make_batch(lab.domain, lab.domain.usual_shape, seed=11)
+    subject.forward_backward(other, loss)
+    subject.clear_gradients()
+    lab.reseed(_STREAM)
+    subject.forward_backward(batch, loss)
+    gradients = parameters.gradients()
+    subject.clear_gradients()
+    return {name: gradient.double() for name, gradient in gradients.items()}
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The loss along one parameter, beside the parameter's accumulated gradient."""
+
+    name: str
+    weight: Tensor
+    reported: Tensor | None
+    measure: Callable[[], float]
+    dtype: torch.dtype
+
+    @property
+    def gradient(self) -> Tensor:
+        """The reported one; zero where there is none."""
+        if self.reported is None:
+            return torch.zeros(self.weight.shape, dtype=torch.float64)
+        return self.reported
+
+    def derivative(self, seed: int, part: float = 1.0) -> Derivative | None:
+        """The derivative along the gradient, with so large a part of the best step."""
+        direction = differences.along_gradient(self.gradient, seed)
+        if direction is None:
+            return None
+        change = part * change_of_loss(self.dtype, self.measure())
+        return differences.along(self.measure, self.weight, direction, self.gradient, change)
+
+    def suspicious(self, found: Derivative, allowed: Allowed) -> bool:
+        """Whether rounding and curvature don't explain how far it is from the gradient."""
+        noise = loss_noise(self.dtype, self.measure())
+        return found.error > allowed.error + FACTOR * found.cut_off and found.change_apart > noise
+
+
+def _expect_typically_right(look: _Look, seed: int, factor: float, allowed: Allowed) -> None:
+    """Break the clause if a gradient is wrong along most of several directions and steps.
+
+    Rounding and curvature differ from one to the next; a wrong gradient stays wrong.
+    """
+    found = []
+    for repeat in range(_REPEATS):
+        part = differences.PARTS[repeat % len(differences.PARTS)]
+        derivative = look.derivative(seed + 1 + repeat, part)
+        if derivative is not None:
+            found.append(derivative.over(factor))
+    if not found:
+        return
+    typical = sorted(found, key=lambda each: each.signed_error)[len(found) // 2]
+    scatter = statistics.median(abs(each.signed_error - typical.signed_error) for each in found)
+    limit = allowed.error + FACTOR * scatter
+    expect(
+        typical.error <= limit,
+        expected=f"the derivative of the loss along {look.name}: {typical.measured:.6g}",
+        seen=f"{typical.reported:.6g} by the accumulated gradient: {_ratio(typical)}",
+        apart=f"relative {typical.error:.3g}, the median of {len(found)} directions; allowed "
+        f"{limit:.2g} ({allowed.why}, and as many times their scatter)",
+    )
+
+
+def _expect_unmoved_where_zero(look: _Look, seed: int) -> None:
+    """Break the clause if noise moves the loss where the gradient is zero."""
+    changes = []
+    for repeat in range(_REPEATS):
+        step = differences.noise_where_zero(look.gradient, look.weight, seed + repeat)
+        if step is None:
+            return
+        changes.append(abs(differences.change_between(look.measure, look.weight, step)))
+        if changes == [0.0]:
+            return
+    noise = loss_noise(look.dtype, look.measure())
+    share = float((look.gradient == 0).double().mean())
+    expect(
+        statistics.median(changes) <= noise,
+        expected=f"the loss not to change with {look.name} where its gradient is zero "
+        f"({share:.0%} of it)",
+        seen=f"a change of {statistics.median(changes):.3g} when it moves by a tenth",
+        apart=f"allowed {noise:.2g}, the noise of a loss in {look.dtype}",
+    )
+
+
+def _some_of(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    names = sorted(tensors)
+    random.Random(seed).shuffle(names)
+    return {name: tensors[name] for name in names[:_MOST_TENSORS]}
+
+
+def _common_factor(lab: Lab, subject: Subject, found: list[Derivative]) -> float:
+    """By how much all gradients are larger than the derivatives on purpose: the loss scale."""
+    declared = lab.loss_scale(subject)
+    ratios = [each.reported / each.measured / declared for each in found if each.measured]
+    middle = statistics.median(ratios)
+    if all(abs(ratio / middle - 1) < 0.2 for ratio in ratios):
+        refuse_loss_scale(middle)
+    return declared
+
+
+def _ratio(found: Derivative) -> str:
+    if found.reported == 0:
+        return "no gradient"
+    if found.measured == 0:
+        return "the loss doesn't change"
+    return f"{found.reported / found.measured:.6g} times as large"
+
+
+def _split(batch: TextTrainBatch, rows: int) -> list[TextTrainBatch]:
+    """Parts of so many rows; those that keep nothing are left out, as their loss is 0."""
+    if not rows or len(batch.input_ids) % rows:
+        return []
+    fields = ("input_ids", "target_ids", "target_mask", "target_weights")
+    parts = [
+        TextTrainBatch(
+            *(None if (t := getattr(batch, f)) is None else t[i : i + rows] for f in fields)
+        )
+        for i in range(0, len(batch.input_ids), rows)
+    ]
+    return [part for part in parts if kept_mask(part).any()]

@@ -1,0 +1,86 @@
+"""Updates of a new trainer beside the declared optimizer's, fed with the same gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from forge.api import TextTrainBatch
+from forge_conformance.contract import Need
+from forge_conformance.finding import NotChecked, expect
+from forge_conformance.lab import Lab
+from forge_conformance.oracle.optimizers import Replay, total_norm
+from forge_conformance.oracle.tolerance import FACTOR, ULPS
+from forge_conformance.scenarios.losses import Loss
+
+Updates = Sequence[Sequence[TextTrainBatch]]
+"""The microbatches of each update."""
+
+
+def expect_declared_updates(
+    lab: Lab,
+    updates: Updates,
+    loss: Loss | None,
+    rate_of: Callable[[int, float], float] = lambda _update, reported: reported,
+) -> None:
+    """Break the clause unless a new trainer's weights follow the declared optimizer's in float64.
+
+    The replay runs freely: only gradients and rates are taken from the trainer, never weights. It
+    takes three copies of the parameters in float64 and three in their own dtype.
+
+    Args:
+        loss: The loss of all calls; None for the trainer's own.
+        rate_of: The learning rate to replay an update with, from its number and the reported one.
+
+    Raises:
+        NotChecked: The optimizer or the clipping isn't declared, or parameters can't be seen.
+    """
+    build, clip_norm = lab.target.optimizer, lab.target.clip_norm
+    if build is None:
+        raise NotChecked("the optimizer isn't declared", Need.DECLARED_OPTIMIZER)
+    if clip_norm is None:
+        raise NotChecked("whether and how it clips isn't declared", Need.DECLARED_CLIPPING)
+    if math.isfinite(clip_norm) and not lab.sees_all_parameters:
+        raise NotChecked(
+            "the autograd graph may hide parameters, whose gradients the clipping counts",
+            Need.IN_PROCESS,
+        )
+    subject = lab.fresh()
+    parameters = lab.parameters(subject)
+    start = parameters.weights()
+    exact = Replay(build, start, torch.float64, clip_norm)
+    plain = Replay(build, start, None, clip_norm)
+    for number, microbatches in enumerate(updates):
+        for batch in microbatches:
+            subject.forward_backward(batch, *([loss] if loss else []))
+        scale = lab.loss_scale(subject)
+        gradients = {name: g.double() / scale for name, g in parameters.gradients().items()}
+        rate = rate_of(number, subject.optim_step().learning_rate)
+        expected, rounded = exact.step(gradients, rate), plain.step(gradients, rate)
+        seen = parameters.weights()
+        for name, weight in expected.items():
+            _expect_moved_alike(
+                f"{name} {list(weight.shape)} after update {number}",
+                seen[name],
+                weight,
+                rounded[name],
+                total_norm({name: weight - start[name].double()}),
+            )
+
+
+def _expect_moved_alike(
+    what: str, seen: Tensor, exact: Tensor, plain: Tensor, moved: float
+) -> None:
+    error = total_norm({what: seen.double() - exact})
+    own = total_norm({what: plain.double() - exact})
+    allowed = FACTOR * own + ULPS * torch.finfo(seen.dtype).eps * total_norm({what: exact})
+    expect(
+        error <= allowed,
+        expected=f"{what} as the declared optimizer moves it in float64",
+        seen=f"off by {error / moved:.3g} of its way" if moved else "moved, but should stay",
+        apart=f"{error:.3g}; allowed {allowed:.2g} ({FACTOR:g} times the error of plain PyTorch "
+        f"plus {ULPS:g} units in the last place)",
+    )

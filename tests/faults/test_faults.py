@@ -1,0 +1,62 @@
+"""Every faulty trainer is caught by its clause, and no unusual one is failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge_conformance.checks import CHECKS
+from forge_conformance.contract import Level, clause
+from forge_conformance.engine import PROFILES, judge
+from forge_conformance.lab import Lab
+from forge_conformance.outcome import Outcome, Verdict
+from forge_conformance.target import Target
+from tests.faults import FAULTS, HONEST
+from tests.faults.corpus import Fault, Specimen
+from tests.faults.declared import base
+
+FEWEST_HELD = 30
+
+
+def outcomes(target: Target, *clause_ids: str) -> list[Outcome]:
+    """How a trainer comes out by these clauses, judged one after the other as in a run."""
+    lab = Lab(target, timeout=20)
+    try:
+        return [judge(CHECKS[each], lab, PROFILES["quick"], seed=0) for each in clause_ids]
+    finally:
+        lab.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.clause_id}-{fault.name}")
+def test_a_fault_is_caught_by_its_clause(fault: Fault) -> None:
+    (outcome,) = outcomes(fault.target, fault.clause_id)
+    assert outcome.verdict is Verdict.BROKE, outcome.reason
+    assert outcome.finding is not None
+    assert outcome.finding.expected
+    assert outcome.finding.seen
+
+
+@pytest.mark.parametrize("clause_id", CHECKS)
+def test_a_clause_holds_for_the_trainer_that_the_faulty_ones_are_made_from(clause_id: str) -> None:
+    (outcome,) = outcomes(base(), clause_id)
+    assert outcome.verdict is Verdict.HELD, outcome.finding or outcome.reason
+
+
+@pytest.mark.parametrize("specimen", HONEST, ids=lambda specimen: specimen.name)
+def test_an_unusual_trainer_is_not_failed(specimen: Specimen) -> None:
+    seen = outcomes(specimen.target, *CHECKS)
+    failed = {
+        outcome.clause_id: outcome.finding or outcome.reason
+        for outcome in seen
+        if outcome.verdict not in (Verdict.HELD, Verdict.NOT_CHECKED)
+        and not (
+            outcome.verdict is Verdict.BROKE and clause(outcome.clause_id).level is Level.SHOULD
+        )
+    }
+    assert not failed
+    held = [outcome.clause_id for outcome in seen if outcome.verdict is Verdict.HELD]
+    assert len(held) >= FEWEST_HELD
+
+
+def test_every_clause_has_a_faulty_trainer() -> None:
+    missing = CHECKS.keys() - {fault.clause_id for fault in FAULTS}
+    assert not missing, f"no faulty trainer shows that these checks work: {sorted(missing)}"
