@@ -404,11 +404,11 @@ class Lab:
         witness = Witness(mean_nll, on_call=lambda logits: graphs.append(walk(logits)))
         subject.forward_backward(make_batch(self.domain, self.domain.usual_shape), witness)
         graph = graphs[-1] if graphs else None
-        trusted = graph is not None and graph.readable
-        trusted = trusted and all(leaf.grad is not None for leaf in graph.leaves)
-        subject.clear_gradients()
         if graph is None or not graph.leaves:
+            subject.clear_gradients()
             raise NotChecked("the trainer's parameters are not in this process", Need.IN_PROCESS)
+        trusted = graph.readable and all(leaf.grad is not None for leaf in graph.leaves)
+        subject.clear_gradients()
         if not trusted:
             raise NotChecked(
                 "the tensors that the autograd graph shows are not where gradients accumulate",
@@ -507,8 +507,9 @@ class Lab:
         for name in ("close", "cleanup"):
             end = getattr(subject.trainer, name, None)
             if callable(end):
+                ending = partial(_called, end)
                 with suppress(TrainerFault):
-                    subject.run(name, lambda end=end: _awaited(end()))
+                    subject.run(name, ending)
                 return
 
     # Small services
@@ -531,6 +532,10 @@ class Lab:
         """Note a SHOULD that a MUST clause contains and that the trainer doesn't keep."""
         if text not in self.advice:
             self.advice.append(text)
+
+
+async def _called(function: Callable[[], Any]) -> Any:
+    return await _awaited(function())
 
 
 async def _awaited(value: Any) -> Any:

@@ -284,10 +284,9 @@ def batches_stay_as_they_were(lab: Lab, batch: TextTrainBatch) -> None:
                 expected=f"batch.{name} to stay the object that it was",
                 seen="another object",
             )
-            if before[name] is not None:
-                expect_same(
-                    objects[name], before[name], f"batch.{name} after the call is as before"
-                )
+            reference = before[name]
+            if reference is not None:
+                expect_same(objects[name], reference, f"batch.{name} after the call is as before")
 
 
 # Edges
@@ -572,7 +571,8 @@ def _own_gradients(value: Tensor, parameters: Parameters) -> Tensors | None:
         )
     except RuntimeError:
         return None
-    gradients = dict(zip(tensors, found, strict=True))
+    # An unused parameter has None, whatever the annotation says.
+    gradients: dict[str, Tensor | None] = dict(zip(tensors, found, strict=True))
     seen = {name: copy_of(each) for name, each in gradients.items() if each is not None}
     return seen or None
 

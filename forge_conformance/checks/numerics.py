@@ -299,11 +299,17 @@ def _split(batch: TextTrainBatch, rows: int) -> list[TextTrainBatch]:
     """Parts of so many rows; those that keep nothing are left out, as their loss is 0."""
     if not rows or len(batch.input_ids) % rows:
         return []
-    fields = ("input_ids", "target_ids", "target_mask", "target_weights")
+
+    def some(tensor: Tensor | None, first: int) -> Tensor | None:
+        return None if tensor is None else tensor[first : first + rows]
+
     parts = [
         TextTrainBatch(
-            *(None if (t := getattr(batch, f)) is None else t[i : i + rows] for f in fields)
+            input_ids=batch.input_ids[first : first + rows],
+            target_ids=batch.target_ids[first : first + rows],
+            target_mask=some(batch.target_mask, first),
+            target_weights=some(batch.target_weights, first),
         )
-        for i in range(0, len(batch.input_ids), rows)
+        for first in range(0, len(batch.input_ids), rows)
     ]
     return [part for part in parts if kept_mask(part).any()]

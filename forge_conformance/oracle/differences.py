@@ -140,7 +140,8 @@ def along_gradient(gradient: Tensor, seed: int) -> Tensor | None:
         return None
     generator = torch.Generator().manual_seed(seed)
     spread = gradient * (torch.rand(gradient.shape, generator=generator, dtype=torch.float64) + 0.5)
-    return spread / spread.norm()
+    direction: Tensor = spread / spread.norm()
+    return direction
 
 
 def noise_where_zero(gradient: Tensor, weight: Tensor, seed: int) -> Tensor | None:

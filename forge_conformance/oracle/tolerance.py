@@ -115,7 +115,7 @@ def tensors_apart(seen: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
 
 
 def _norm(tensor: Tensor) -> float:
-    return torch.linalg.vector_norm(tensor.double()).item()
+    return float(torch.linalg.vector_norm(tensor.double()))
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def change_of_loss(dtype: torch.dtype, loss: float) -> float:
     Rounding makes an error of the size of unit / change, curvature one of change²: the cube root
     of the unit balances the two.
     """
-    return float(torch.finfo(dtype).eps) ** (1 / 3) / 3 * max(abs(loss), 1.0)
+    return math.cbrt(torch.finfo(dtype).eps) / 3 * max(abs(loss), 1.0)
 
 
 def loss_noise(dtype: torch.dtype, loss: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -36,7 +37,8 @@ def every_logit(outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
     logits = _wide(outputs["logits"])
     count = logits.numel()
     factors = torch.cos(torch.arange(count, device=logits.device, dtype=logits.dtype))
-    return (logits.flatten() * factors).sum() / count**0.5 + logits.square().mean()
+    wave: Tensor = (logits.flatten() * factors).sum() / math.sqrt(count)
+    return wave + logits.square().mean()
 
 
 def times(factor: float, loss: Loss) -> Loss:
