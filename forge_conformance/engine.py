@@ -10,7 +10,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,7 @@ class _Trial:
         self._decided = 0
         self._undecided: str | None = None
         self._failures: dict[str, Exception] = {}
+        self._smallest_failure: Exception | None = None
         self._tries_left = math.inf
 
     def run(self, seed: int) -> None:
@@ -129,14 +130,21 @@ class _Trial:
         def example(**drawn: Any) -> None:
             self._try(drawn)
 
-        with suppress(hypothesis.errors.Unsatisfiable):
+        try:
             example()
+        except hypothesis.errors.Unsatisfiable:
+            pass
+        except hypothesis.errors.Flaky:
+            # The trainer's state decides: what has been seen once has been seen.
+            if self._smallest_failure is None:
+                raise
+            raise self._smallest_failure from None
 
     def _try(self, drawn: dict[str, Any]) -> None:
         """One input. A failure is remembered: the state that it failed in may not come again."""
         key = repr(sorted((name, describe(value)) for name, value in drawn.items()))
         if key in self._failures:
-            self.smallest = drawn
+            self.smallest, self._smallest_failure = drawn, self._failures[key]
             raise self._failures[key]
         if self._tries_left <= 0:
             return
@@ -152,7 +160,7 @@ class _Trial:
             shrinks = 0 if isinstance(error, TimedOut) else self.profile.shrinks
             self._tries_left = min(self._tries_left, shrinks)
             self._failures[key] = error
-            self.smallest = drawn
+            self.smallest, self._smallest_failure = drawn, error
             self.lab.discard()
             raise
 

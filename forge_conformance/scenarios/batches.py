@@ -38,6 +38,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(domain.vocab_size, shape, generator=generator)
     target_ids = torch.randint(domain.vocab_size, shape, generator=generator)
+    input_ids = _with_special_ids(domain, input_ids, seed)
     kept = torch.ones(shape)
     if mask == "one":
         kept.zero_()[_position(shape, generator)] = 1
@@ -89,9 +90,10 @@ def token_ids(
 
 def make_ids(domain: Domain, shape: Shape, seed: int = 0) -> Tensor:
     """Random ids, int64 `[batch, seq]`."""
-    return torch.randint(
+    ids = torch.randint(
         domain.vocab_size, shape, generator=torch.Generator().manual_seed(seed + 2**20)
     )
+    return _with_special_ids(domain, ids, seed)
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,15 @@ def kept_mask(batch: TextTrainBatch) -> Tensor:
     if batch.target_mask is None:
         return torch.ones_like(batch.target_ids, dtype=torch.bool)
     return batch.target_mask.bool()
+
+
+def _with_special_ids(domain: Domain, ids: Tensor, seed: int) -> Tensor:
+    """The same with 0 and the last id somewhere, which padding and special tokens tend to be."""
+    flat = ids.flatten()
+    if len(flat) > 2:
+        flat[seed % len(flat)] = 0
+        flat[(seed + 1 + seed // 7) % len(flat)] = domain.vocab_size - 1
+    return flat.view_as(ids)
 
 
 def _position(shape: Shape, generator: torch.Generator) -> tuple[int, int]:
