@@ -11,7 +11,7 @@ from torch import Tensor
 from forge.api import TextTrainBatch
 from forge_conformance.finding import NotChecked, Undecided, broken, expect
 from forge_conformance.lab import Effect, Lab, Program
-from forge_conformance.observe.parameters import Tensors
+from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
 from forge_conformance.oracle.tolerance import Allowed, apart, tensors_apart
 from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.scenarios.losses import Witness, mean_nll
@@ -135,6 +135,24 @@ def added(one: Effect, other: Effect) -> Effect:
         parts = [effect.tensors[name] for effect in (one, other) if name in effect.tensors]
         total[name] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return Effect(total, from_gradients=True)
+
+
+def own_gradients(value: Tensor, parameters: Parameters) -> Tensors | None:
+    """The gradient of `value` by the kit's own call of autograd.
+
+    None where it can't be had: the graph forbids it, or has other leaves than the parameters.
+    """
+    tensors = parameters.tensors
+    try:
+        found = torch.autograd.grad(
+            value, list(tensors.values()), retain_graph=True, allow_unused=True
+        )
+    except RuntimeError:
+        return None
+    # An unused parameter has None, whatever the annotation says.
+    gradients: dict[str, Tensor | None] = dict(zip(tensors, found, strict=True))
+    seen = {name: copy_of(each) for name, each in gradients.items() if each is not None}
+    return seen or None
 
 
 def without_loss_scale(

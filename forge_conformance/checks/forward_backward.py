@@ -18,6 +18,7 @@ from forge_conformance.checks.comparing import (
     expect_same_tensors,
     expect_still_stochastic,
     losses_of,
+    own_gradients,
     stacked,
     without_loss_scale,
 )
@@ -32,7 +33,6 @@ from forge_conformance.finding import (
     expect_same,
 )
 from forge_conformance.lab import Lab, Program
-from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
 from forge_conformance.oracle.losses import loss_value
 from forge_conformance.oracle.tolerance import value_error
 from forge_conformance.scenarios import failures
@@ -106,7 +106,7 @@ def the_custom_loss_is_differentiated(lab: Lab, batch: TextTrainBatch, loss: str
         seen.update(shape=list(logits.shape), graph=logits.requires_grad, batch=given)
         value = _LOSSES[loss](outputs, given)
         if parameters is not None and logits.requires_grad:
-            seen["gradients"] = _own_gradients(value, parameters)
+            seen["gradients"] = own_gradients(value, parameters)
         return value
 
     trainer.forward_backward(batch, differentiate)
@@ -557,24 +557,6 @@ def _breaking_losses(lab: Lab) -> list[Loss]:
     if lab.graph is None or not lab.graph.readable:
         return [failures.breaking_backward]
     return [failures.breaking_backward, failures.breaking_backward_late()]
-
-
-def _own_gradients(value: Tensor, parameters: Parameters) -> Tensors | None:
-    """The gradient of `value` by the kit's own call of autograd.
-
-    None where it can't be had: the graph forbids it, or has other leaves than the parameters.
-    """
-    tensors = parameters.tensors
-    try:
-        found = torch.autograd.grad(
-            value, list(tensors.values()), retain_graph=True, allow_unused=True
-        )
-    except RuntimeError:
-        return None
-    # An unused parameter has None, whatever the annotation says.
-    gradients: dict[str, Tensor | None] = dict(zip(tensors, found, strict=True))
-    seen = {name: copy_of(each) for name, each in gradients.items() if each is not None}
-    return seen or None
 
 
 def _expect_same_batch(given: Any, batch: TextTrainBatch) -> None:

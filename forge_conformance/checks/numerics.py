@@ -6,13 +6,19 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.api import TextTrainBatch
-from forge_conformance.checks.comparing import expect_same_effect, refuse_loss_scale, stacked
+from forge_conformance.checks.comparing import (
+    expect_same_effect,
+    own_gradients,
+    stacked,
+    without_loss_scale,
+)
 from forge_conformance.checks.registry import check
 from forge_conformance.checks.replays import expect_declared_updates
 from forge_conformance.contract import Need
@@ -75,12 +81,11 @@ def the_gradient_is_the_derivative_of_the_loss(
         raise Undecided("the loss doesn't move along any parameter")
     if all(found.measured == 0 for found in decided):
         raise NotChecked("moving the parameters found doesn't move the loss", Need.IN_PROCESS)
-    factor = _common_factor(lab, trainer, decided)
     allowed = derivative_error(lab.dtype, lab.num_layers)
     for look in looks:
         found = first[look.name]
-        if found is not None and look.suspicious(found.over(factor), allowed):
-            _expect_typically_right(look, seed, factor, allowed)
+        if found is not None and look.suspicious(found, allowed):
+            _expect_typically_right(look, seed, allowed)
         _expect_unmoved_where_zero(look, seed)
 
 
@@ -183,14 +188,22 @@ _STREAM = 7
 def _gradient_with_a_past(
     lab: Lab, subject: Subject, parameters: Parameters, batch: TextTrainBatch, loss: Loss
 ) -> Tensors:
-    """The gradient of one call, after an update from another batch and a call that was cleared."""
+    """The gradient of one call, after another one that was cleared; its loss scale taken out."""
+    own: Tensors = {}
+
+    def differentiated(outputs: dict[str, Any], given: TextTrainBatch) -> Tensor:
+        value = loss(outputs, given)
+        own.update(own_gradients(value, parameters) or {})
+        return value
+
     other = make_batch(lab.domain, lab.domain.usual_shape, seed=11)
     subject.forward_backward(other, loss)
     subject.clear_gradients()
     lab.reseed(_STREAM)
-    subject.forward_backward(batch, loss)
+    subject.forward_backward(batch, differentiated)
     gradients = parameters.gradients()
     subject.clear_gradients()
+    gradients = without_loss_scale(lab, subject, gradients, own)
     return {name: gradient.double() for name, gradient in gradients.items()}
 
 
@@ -225,7 +238,7 @@ class _Look:
         return found.error > allowed.error + FACTOR * found.cut_off and found.change_apart > noise
 
 
-def _expect_typically_right(look: _Look, seed: int, factor: float, allowed: Allowed) -> None:
+def _expect_typically_right(look: _Look, seed: int, allowed: Allowed) -> None:
     """Break the clause if a gradient is wrong along most of several directions and steps.
 
     Rounding and curvature differ from one to the next; a wrong gradient stays wrong.
@@ -235,7 +248,7 @@ def _expect_typically_right(look: _Look, seed: int, factor: float, allowed: Allo
         part = differences.PARTS[repeat % len(differences.PARTS)]
         derivative = look.derivative(seed + 1 + repeat, part)
         if derivative is not None:
-            found.append(derivative.over(factor))
+            found.append(derivative)
     if not found:
         return
     typical = sorted(found, key=lambda each: each.signed_error)[len(found) // 2]
@@ -275,16 +288,6 @@ def _some_of(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     names = sorted(tensors)
     random.Random(seed).shuffle(names)
     return {name: tensors[name] for name in names[:_MOST_TENSORS]}
-
-
-def _common_factor(lab: Lab, subject: Subject, found: list[Derivative]) -> float:
-    """By how much all gradients are larger than the derivatives on purpose: the loss scale."""
-    declared = lab.loss_scale(subject)
-    ratios = [each.reported / each.measured / declared for each in found if each.measured]
-    middle = statistics.median(ratios)
-    if all(abs(ratio / middle - 1) < 0.2 for ratio in ratios):
-        refuse_loss_scale(middle)
-    return declared
 
 
 def _ratio(found: Derivative) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,10 +40,6 @@ class Derivative:
     reported: float
     cut_off: float
     length: float
-
-    def over(self, factor: float) -> Derivative:
-        """With a reported gradient that is scaled by `factor` brought back to the loss's size."""
-        return replace(self, reported=self.reported / factor)
 
     @property
     def error(self) -> float:
