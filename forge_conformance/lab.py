@@ -6,6 +6,7 @@ import inspect
 import random
 import sys
 import tempfile
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from forge_conformance.scenarios.batches import make_batch, make_ids
 from forge_conformance.scenarios.domain import Domain
 from forge_conformance.scenarios.losses import Witness, mean_nll
 from forge_conformance.subject import CallTimedOut, Journal, Loop, Subject, TrainerFault
+from forge_conformance.subject.faults import brief_error
+from forge_conformance.subject.stack import trainer_frames
 from forge_conformance.target import Factory, Target, TargetError
 
 T = TypeVar("T")
@@ -76,8 +79,9 @@ class Lab:
     leaves them behind: the next one gets new ones.
     """
 
-    def __init__(self, target: Target, timeout: float) -> None:
+    def __init__(self, target: Target, timeout: float, against: Target | None = None) -> None:
         self.target = target
+        self.against = against
         self.loop = Loop(timeout)
         self.journal = Journal()
         self.advice: list[str] = []
@@ -111,6 +115,16 @@ class Lab:
     def variant(self, name: str) -> Subject:
         """A new trainer of the declared variant `name`."""
         return self._build(f"the variant {name!r}", self.target.variants[name])
+
+    def other(self) -> Subject:
+        """A new trainer of the second target, which the first one is compared with.
+
+        Raises:
+            NotChecked: None is named.
+        """
+        if self.against is None:
+            raise NotChecked("no second trainer is named", Need.SECOND_TRAINER)
+        return self._build(f"the factory of {self.against.name}", self.against.factory)
 
     def twins(self, count: int = 2) -> list[Subject]:
         """New trainers in equal states.
@@ -159,9 +173,11 @@ class Lab:
             made.append(Subject(trainer, self.loop, self.journal))
             return trainer
 
-        yield make
-        for subject in made:
-            self._retire(subject)
+        try:
+            yield make
+        finally:
+            for subject in made:
+                self._retire(subject)
 
     def discard(self) -> None:
         """Leave the trainers behind: they may be in a state that fails innocent checks."""
@@ -228,19 +244,23 @@ class Lab:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The lowest precision that takes part in the forward pass."""
-        if self.target.compute_dtype is not None:
-            return self.target.compute_dtype
+        return self.dtype_of(self._scout, self.target)
+
+    def dtype_of(self, subject: Subject, target: Target) -> torch.dtype:
+        """The same of a trainer, which makes an update to show it unless it is declared."""
+        if target.compute_dtype is not None:
+            return target.compute_dtype
         batch = make_batch(self.domain, self.domain.usual_shape)
-        scout = self._scout
-        scout.forward_backward(batch)
-        scout.optim_step()
-        looks = [scout.forward(batch.input_ids) for _ in range(2)]
+        subject.forward_backward(batch)
+        subject.optim_step()
+        looks = [subject.forward(batch.input_ids) for _ in range(2)]
         found = {logits.dtype for logits in looks}
         for narrow in (torch.bfloat16, torch.float16):
             if all(identical(logits.to(narrow).to(logits.dtype), logits) for logits in looks):
                 found.add(narrow)
-        if self.graph is not None:
-            found |= self.graph.dtypes
+        graph = self.probe(subject)
+        if graph is not None:
+            found |= graph.dtypes
         return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
     @cached_property
@@ -432,9 +452,14 @@ class Lab:
         try:
             trainer = self.loop.run(made())
         except CallTimedOut as error:
-            raise TargetError(f"{what} gave no trainer: {error}\n{error.stack}") from error
-        except Exception as error:
-            raise TargetError(f"{what} raised {type(error).__name__}: {error}") from error
+            raise TargetError(
+                f"{what} gave no trainer: {error} (--trainer-timeout); it was at\n{error.stack}"
+            ) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # some backends' errors are no `Exception`s
+            frames = trainer_frames(traceback.walk_tb(error.__traceback__))
+            raise TargetError(f"{what} raised {brief_error(error)}\n{frames}".rstrip()) from error
         if trainer is None:
             raise TargetError(f"{what} returned None instead of a trainer")
         subject = Subject(trainer, self.loop, self.journal)

@@ -140,11 +140,11 @@ def _import_failure(module_name: str, error: BaseException) -> str:
             f"no module {missing!r} in {sys.path[0] or os.getcwd()!r} or elsewhere on sys.path; "
             "run pytest from the folder that it is in, or install it"
         )
+    message = f"module {module_name!r} can't be imported: {type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return message
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"module {module_name!r} can't be imported: {type(error).__name__}: {error} "
-        f"({place.filename}:{place.lineno})"
-    )
+    return f"{message} ({place.filename}:{place.lineno})"
 
 
 def _require_no_arguments(name: str, factory: Factory) -> None:

@@ -63,8 +63,7 @@ class HFTrainer:
         seed: Of the initial weights and of dropout; the caller's random streams are never used.
         device: Where to compute.
         optimizer: Builds the optimizer from the trainable parameters by name.
-        schedule: The learning rate; as is usual with `transformers`, the first update is at
-            position 0, so a schedule that warms up from 0 changes nothing with it.
+        schedule: The learning rate; the first update is at position 1.
         clip_norm: The 2-norm that an update's gradient is scaled down to; `math.inf` for no limit.
         checkpoint_dir: The default folder of checkpoints, made by the first `save`.
     """
@@ -237,7 +236,7 @@ class HFTrainer:
             group["lr"] = 1.0  # a factor on what the schedule gives
         schedule = self.schedule
         # A function of its own: the scheduler would write another callable's attributes to disk.
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: schedule(n))
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: schedule(n + 1))
 
     def _trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -269,8 +268,11 @@ class HFTrainer:
 
 
 def small_config(model_type: str, *, tie_weights: bool, dropout: float) -> PreTrainedConfig:
-    """A small model of this type: two layers, half as many key-value heads as heads."""
-    hidden_size, num_heads = 64, 4
+    """A small model of this type: two layers; but for llama, half as many key-value heads.
+
+    The llama has the sizes of `PlainTrainer`'s, so that each can load the other's weights.
+    """
+    hidden_size, num_heads = 32, 4
     return AutoConfig.for_model(
         model_type,
         vocab_size=256,
@@ -278,7 +280,7 @@ def small_config(model_type: str, *, tie_weights: bool, dropout: float) -> PreTr
         intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=num_heads,
-        num_key_value_heads=num_heads // 2,
+        num_key_value_heads=num_heads if model_type == "llama" else num_heads // 2,
         head_dim=hidden_size // num_heads,
         max_position_embeddings=64,
         attention_dropout=dropout,

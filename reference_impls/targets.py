@@ -28,22 +28,17 @@ def named_parameters(trainer: PlainTrainer | HFTrainer) -> Mapping[str, Tensor]:
 
 def plain_trainer(**options: Any) -> Target:
     """`PlainTrainer(**options)` with all that is known about it."""
-    return _declared(
-        lambda **more: PlainTrainer(**{**options, **more}), first_position=1, **options
-    )
+    return _declared(lambda **more: PlainTrainer(**{**options, **more}), **options)
 
 
 def hf_trainer(model: str = "llama", **options: Any) -> Target:
     """`HFTrainer(model, **options)` with all that is known about it."""
-    return _declared(
-        lambda **more: HFTrainer(model, **{**options, **more}), first_position=0, **options
-    )
+    return _declared(lambda **more: HFTrainer(model, **{**options, **more}), **options)
 
 
 def _declared(
     make: Callable[..., PlainTrainer | HFTrainer],
     *,
-    first_position: int,
     compute_dtype: torch.dtype = torch.float32,
     **_options: Any,
 ) -> Target:
@@ -51,7 +46,7 @@ def _declared(
         factory=make,
         variants={"sgd": lambda: make(optimizer=sgd, schedule=lambda _: 0.1, clip_norm=math.inf)},
         optimizer=adamw,
-        learning_rate=lambda update: warm_up_then_decay(update + first_position),
+        learning_rate=lambda update: warm_up_then_decay(update + 1),
         clip_norm=CLIP_NORM,
         default_loss=token_mean_loss,
         deterministic=True,

@@ -165,6 +165,7 @@ def masks_and_weights_mean_what_they_say(lab: Lab, batch: TextTrainBatch, place:
     logits = lab.trainer.forward(batch.input_ids)
     _expect_masked_targets_ignored(lab, batch, place)
     _expect_kept_targets_counted(lab, batch, logits, place)
+    _expect_all_counted_without_mask(lab, place)
     _expect_none_means_ones(lab, batch)
     _expect_weights_are_factors(lab, batch, logits, place)
 
@@ -662,13 +663,13 @@ def _expect_kept_targets_counted(
     for row, column in {drawn, (0, 0), (rows - 1, columns - 1)}:
         only = torch.zeros_like(batch.target_ids)
         only[row, column] = 1
-        changed = batch.target_ids.clone()
-        changed[row, column] = _farthest(logits[row, column].double(), int(changed[row, column]))
-        if changed[row, column] == batch.target_ids[row, column]:
+        changed = _with_another_target(batch, logits, row, column)
+        if changed is None:
             continue
         for mask in (only, batch.target_mask) if (row, column) == drawn else (only,):
             given = replace(batch, target_mask=mask, target_weights=None)
-            loss, with_other = losses_of(lab, given, replace(given, target_ids=changed))
+            other = replace(given, target_ids=changed.target_ids)
+            loss, with_other = losses_of(lab, given, other)
             expect(
                 loss != with_other,
                 expected=f"another loss for another id at the kept target [{row}, {column}]",
@@ -676,6 +677,37 @@ def _expect_kept_targets_counted(
             )
         if not lab.stochastic:
             _expect_right_position(lab, replace(given, target_mask=only), logits, (row, column))
+
+
+def _expect_all_counted_without_mask(lab: Lab, seed: int) -> None:
+    """In a batch of several full rows the first target matters, the last, and one in between."""
+    batch = make_batch(lab.domain, lab.domain.usual_shape, seed, mask="none")
+    logits = lab.trainer.forward(batch.input_ids)
+    rows, columns = batch.target_ids.shape
+    for row, column in {(0, 0), (rows // 2, columns // 2), (rows - 1, columns - 1)}:
+        changed = _with_another_target(batch, logits, row, column)
+        if changed is None:
+            continue
+        loss, with_other = losses_of(lab, batch, changed)
+        expect(
+            loss != with_other,
+            expected=f"another loss for another id at target [{row}, {column}], without a mask",
+            seen=f"loss {loss:.9g} for both",
+        )
+
+
+def _with_another_target(
+    batch: TextTrainBatch, logits: Tensor, row: int, column: int
+) -> TextTrainBatch | None:
+    """The batch with the id whose logit is farthest; None where the logits tell no ids apart."""
+    values = logits[row, column].double()
+    target = int(batch.target_ids[row, column])
+    farthest = int((values - values[target]).abs().argmax())
+    if abs(values[farthest] - values[target]) < 0.01:
+        return None
+    ids = batch.target_ids.clone()
+    ids[row, column] = farthest
+    return replace(batch, target_ids=ids)
 
 
 def _expect_right_position(
@@ -764,11 +796,6 @@ def _special_ids(lab: Lab) -> list[int]:
     told = [getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos", "bos", "unk")]
     ids = [0, lab.domain.vocab_size - 1, *told]
     return sorted({i for i in ids if isinstance(i, int) and 0 <= i < lab.domain.vocab_size})
-
-
-def _farthest(values: Tensor, index: int) -> int:
-    """The index whose value is farthest from the one at `index`."""
-    return int((values - values[index]).abs().argmax())
 
 
 def _expect_masked_junk_harmless(lab: Lab) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable, Mapping
@@ -22,8 +23,16 @@ from forge_conformance.checks.comparing import (
 from forge_conformance.checks.registry import check
 from forge_conformance.checks.replays import expect_declared_updates
 from forge_conformance.contract import Need
-from forge_conformance.finding import NotChecked, Undecided, expect, expect_same, identical
+from forge_conformance.finding import (
+    NotChecked,
+    Undecided,
+    expect,
+    expect_near,
+    expect_same,
+    identical,
+)
 from forge_conformance.lab import Lab
+from forge_conformance.observe.exported import scaled_copy
 from forge_conformance.observe.parameters import Parameters, Tensors, local_part
 from forge_conformance.oracle import differences
 from forge_conformance.oracle.differences import Derivative
@@ -31,11 +40,15 @@ from forge_conformance.oracle.losses import loss_value
 from forge_conformance.oracle.tolerance import (
     FACTOR,
     Allowed,
+    apart,
     change_of_loss,
     derivative_error,
+    logits_error,
     loss_noise,
+    training_error,
+    value_error,
 )
-from forge_conformance.scenarios.batches import batches, kept_mask, make_batch
+from forge_conformance.scenarios.batches import batches, kept_mask, make_batch, make_ids
 from forge_conformance.scenarios.losses import (
     Loss,
     Witness,
@@ -44,7 +57,7 @@ from forge_conformance.scenarios.losses import (
     summed_nll,
     times,
 )
-from forge_conformance.subject import Subject
+from forge_conformance.subject import CallFailed, Subject
 
 _LOSSES = {"mean_nll": mean_nll, "every_logit": every_logit}
 
@@ -154,7 +167,84 @@ def equal_trainers_stay_bitwise_equal(lab: Lab, seeds: list[int]) -> None:
     expect_same(second, first, what)
 
 
+@check("numerics.parity")
+def another_trainer_computes_the_same(lab: Lab) -> None:
+    """The first divergence tells where to look: logits before any update, the model itself or how
+    weights are exported; the loss, its normaliser; the losses after updates, the optimizer, its
+    groups, clipping, schedule, or what is left of a gradient."""
+    mine, theirs = lab.fresh(), lab.other()
+    dtypes = (lab.dtype, lab.dtype_of(lab.other(), lab.against or lab.target))
+    dtype = max(dtypes, key=lambda each: torch.finfo(each).eps)
+    _share_weights(lab, mine, theirs)
+    batch_of = functools.partial(
+        make_batch, lab.domain, lab.domain.usual_shape, weights="fractional"
+    )
+    for seed in range(3):
+        ids = batch_of(seed).input_ids
+        what = f"the logits of {_against(lab)} with the same weights (batch {seed})"
+        expect_same(
+            mine.forward(ids), theirs.forward(ids), what, logits_error(dtype, lab.num_layers)
+        )
+    if lab.stochastic:
+        raise NotChecked("dropout: losses of the two differ by its random streams")
+    for update in range(_UPDATES_IN_PARITY):
+        batch = batch_of(update)
+        own, other = (subject.forward_backward(batch).loss for subject in (mine, theirs))
+        allowed = training_error(dtype, update, lab.num_layers)
+        unit = torch.finfo(dtype).eps * max(abs(other), 1e-30)
+        expect(
+            abs(own - other) <= allowed.error * abs(other),
+            expected=f"the loss of {_against(lab)} after {update} updates: {other:.9g}",
+            seen=f"{own:.9g}, {abs(own - other) / unit:.3g} units in the last place from it",
+            apart=f"relative {abs(own - other) / abs(other):.3g}; allowed {allowed.error:.2g} "
+            f"({allowed.why})",
+        )
+        own_rate, other_rate = (each.optim_step().learning_rate for each in (mine, theirs))
+        expect_near(
+            own_rate,
+            other_rate,
+            f"the learning rate of update {update} in {_against(lab)}",
+            value_error(other_rate, other_rate, torch.float32),
+        )
+
+
 # Parts
+
+
+_UPDATES_IN_PARITY = 6
+
+
+def _against(lab: Lab) -> str:
+    return lab.against.name if lab.against is not None else "the second trainer"
+
+
+def _share_weights(lab: Lab, mine: Subject, theirs: Subject) -> None:
+    """Load what the first trainer exports into both, scaled where errors would hide in it."""
+    saved = mine.save(path=str(lab.new_folder()), weights_only=True)
+    for factor in (1.0, 3.0, 9.0, 27.0):
+        given = saved if factor == 1 else scaled_copy(saved, lab.new_folder(), factor)
+        for subject, name in ((mine, lab.target.name), (theirs, _against(lab))):
+            try:
+                subject.load(given)
+            except CallFailed as refusal:
+                change = "" if factor == 1 else f", made {factor:g} times as large to show errors"
+                raise NotChecked(
+                    f"{name} can't load the exported weights{change}: {refusal.error}"
+                ) from None
+        if _use_of_context(lab, mine) > _LEAST_USE_OF_CONTEXT:
+            return
+    raise NotChecked("however large the weights are made, logits hardly depend on earlier tokens")
+
+
+_LEAST_USE_OF_CONTEXT = 0.02
+"""Below this, wrong attention changes the logits too little to be told from rounding."""
+
+
+def _use_of_context(lab: Lab, subject: Subject) -> float:
+    """How much the last position's logits change with the tokens before it, relative."""
+    first, second = (make_ids(lab.domain, lab.domain.usual_shape, seed) for seed in (1, 2))
+    second[:, -1] = first[:, -1]
+    return apart(subject.forward(first)[:, -1], subject.forward(second)[:, -1])
 
 
 def _loss_meter(
@@ -264,22 +354,29 @@ def _expect_typically_right(look: _Look, seed: int, allowed: Allowed) -> None:
 
 
 def _expect_unmoved_where_zero(look: _Look, seed: int) -> None:
-    """Break the clause if noise moves the loss where the gradient is zero."""
-    changes = []
+    """Break the clause if noise moves the loss where the gradient is zero, in proportion to it.
+
+    In proportion: an inactive unit or an expert that isn't chosen has no gradient either, and a
+    long step may wake it.
+    """
+    long, short = [], []
     for repeat in range(_REPEATS):
         step = differences.noise_where_zero(look.gradient, look.weight, seed + repeat)
         if step is None:
             return
-        changes.append(abs(differences.change_between(look.measure, look.weight, step)))
-        if changes == [0.0]:
+        long.append(abs(differences.change_between(look.measure, look.weight, step)))
+        if long == [0.0]:
             return
+        short.append(abs(differences.change_between(look.measure, look.weight, step / 8)))
     noise = loss_noise(look.dtype, look.measure())
+    by_long, by_short = statistics.median(long), statistics.median(short)
     share = float((look.gradient == 0).double().mean())
     expect(
-        statistics.median(changes) <= noise,
+        by_short <= noise or not 4 < by_long / by_short < 16,
         expected=f"the loss not to change with {look.name} where its gradient is zero "
         f"({share:.0%} of it)",
-        seen=f"a change of {statistics.median(changes):.3g} when it moves by a tenth",
+        seen=f"a change of {by_long:.3g} when it moves by a tenth, and of {by_short:.3g} by an "
+        "eighth of that",
         apart=f"allowed {noise:.2g}, the noise of a loss in {look.dtype}",
     )
 

@@ -35,7 +35,6 @@ _PENDING = {
     name: f"no check yet: {name} is still to be built"
     for name in (
         "checkpoint",
-        "numerics.parity",
         "concurrency",
         "isolation",
         "resources",

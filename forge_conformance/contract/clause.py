@@ -75,7 +75,9 @@ _HINTS = {
     ),
     Need.DECLARED_SHAPES: "declare Target.shapes, the (batch, seq) pairs that the trainer takes",
     Need.LOCAL_FILES: "run the kit on a machine that sees the paths which save returns",
-    Need.SECOND_TRAINER: "name a second trainer that can load this one's exported weights",
+    Need.SECOND_TRAINER: (
+        "name one that can load this one's exported weights, with --trainer-against=module:Name"
+    ),
     Need.CUDA: "run the kit on a machine with a CUDA device, with a trainer that uses it",
     Need.RANKS: "run the kit in several processes, under torchrun or another launcher",
 }

@@ -150,6 +150,30 @@ def derivative_noise(dtype: torch.dtype) -> float:
     )
 
 
+@functools.cache
+def training_noise(dtype: torch.dtype, updates: int) -> tuple[float, ...]:
+    """The relative error of the plain transformer's loss before each of several updates by AdamW,
+    computing in `dtype` against float64; never falling."""
+    worst = [0.0] * updates
+    for scale in _WEIGHT_SCALES:
+        exact = _Plain(torch.float64, scale).losses_of_training(updates)
+        rounded = _Plain(dtype, scale).losses_of_training(updates)
+        errors = [abs(r - e) / abs(e) for r, e in zip(rounded, exact, strict=True)]
+        worst = [max(pair) for pair in zip(worst, errors, strict=True)]
+    return tuple(itertools.accumulate(worst, max))
+
+
+def training_error(dtype: torch.dtype, updates: int, num_layers: int = 2) -> Allowed:
+    """For the losses of two trainers after so many equal updates: relative."""
+    deeper = max(1.0, math.sqrt(num_layers / 2))
+    measured = training_noise(dtype, updates + 1)[-1] * deeper
+    return Allowed(
+        FACTOR * measured + ULPS * torch.finfo(dtype).eps,
+        f"relative: {FACTOR:g} times the error of a plain transformer's loss after as many "
+        f"updates in {_name(dtype)} ({measured:.2g}) plus {ULPS:g} units in the last place",
+    )
+
+
 def change_of_loss(dtype: torch.dtype, loss: float) -> float:
     """The change of a loss of this size that central differences in `dtype` are best taken with.
 
@@ -223,6 +247,18 @@ class _Plain:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             value = (loss or _cross_entropy)(wide, self.targets)
             return torch.autograd.grad(value, self.weights)
+
+    def losses_of_training(self, updates: int) -> list[float]:
+        """The loss before each update by AdamW with a rate of a hundredth."""
+        optimizer = torch.optim.AdamW(self.weights, lr=0.01)
+        losses = []
+        for _ in range(updates):
+            with torch.no_grad():
+                losses.append(_cross_entropy(self.logits().double(), self.targets).item())
+            for weight, gradient in zip(self.weights, self.gradients(), strict=True):
+                weight.grad = gradient
+            optimizer.step()
+        return losses
 
     def worst_derivative(self, loss: _PlainLoss, part: float) -> float:
         """The largest relative error of central differences against the gradient."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_DRIVER_FOLDER = str(Path(__file__).parent)
+_DRIVERS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "lab.py"))
 _MOST_FRAMES = 8
 
 
@@ -30,7 +30,7 @@ def trainer_frames(
     summary = list(traceback.StackSummary.extract(iter(frames)))
     if innermost_first:
         summary.reverse()
-    drivers = [i for i, each in enumerate(summary) if each.filename.startswith(_DRIVER_FOLDER)]
+    drivers = [i for i, each in enumerate(summary) if each.filename.startswith(_DRIVERS)]
     below = summary[drivers[-1] + 1 :] if drivers else summary
     return "".join(traceback.format_list(below[-_MOST_FRAMES:])).rstrip()
 

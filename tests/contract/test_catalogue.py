@@ -85,7 +85,6 @@ def test_areas_still_to_be_built_say_so():
     }
     assert pending | built == set(AREAS)
     assert clause("checkpoint.ties").pending == "no check yet: checkpoint is still to be built"
-    assert clause("numerics.parity").pending == "no check yet: numerics.parity is still to be built"
 
 
 def test_a_clause_may_need_several_things_or_others_instead():

@@ -253,6 +253,14 @@ class FreezesLayers(PlainTrainer):
         return model
 
 
+@honest("the head starts at zero: at first all logits are equal")
+class StartsWithEqualLogits(PlainTrainer):
+    def _make_model(self) -> Llama:
+        model = super()._make_model()
+        torch.nn.init.zeros_(model.lm_head.weight)
+        return model
+
+
 @honest("the head is the embedding")
 def ties_weights() -> Target:
     return declared.declared(PlainTrainer, tie_weights=True)

@@ -166,3 +166,21 @@ class AddsInAnyOrder(PlainTrainer):
 @faulty("numerics.deterministic", "gradients differ in the last place, as with atomic adds")
 def adds_in_any_order() -> Target:
     return declared(AddsInAnyOrder)
+
+
+@faulty("numerics.parity", "the learning rate is another one's after two updates")
+class ForgetsTheWarmUp(PlainTrainer):
+    def _learning_rate(self) -> float:
+        return super()._learning_rate() if self.step < 2 else 0.01
+
+
+@faulty("numerics.parity", "clipping is missing, which no other clause sees undeclared")
+class NeverClips(PlainTrainer):
+    def _clip(self) -> None:
+        pass
+
+
+@faulty("numerics.parity", "logits are a thousandth larger in one trainer's head")
+class ScalesItsHead(PlainTrainer):
+    def _logits(self, input_ids: Tensor) -> Tensor:
+        return super()._logits(input_ids) * 1.001

@@ -17,9 +17,9 @@ from tests.faults.declared import base
 FEWEST_HELD = 30
 
 
-def outcomes(target: Target, *clause_ids: str) -> list[Outcome]:
+def outcomes(target: Target, *clause_ids: str, against: Target | None = None) -> list[Outcome]:
     """How a trainer comes out by these clauses, judged one after the other as in a run."""
-    lab = Lab(target, timeout=20)
+    lab = Lab(target, timeout=20, against=against)
     try:
         return [judge(CHECKS[each], lab, PROFILES["quick"], seed=0) for each in clause_ids]
     finally:
@@ -28,7 +28,7 @@ def outcomes(target: Target, *clause_ids: str) -> list[Outcome]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.clause_id}-{fault.name}")
 def test_a_fault_is_caught_by_its_clause(fault: Fault) -> None:
-    (outcome,) = outcomes(fault.target, fault.clause_id)
+    (outcome,) = outcomes(fault.target, fault.clause_id, against=base())
     assert outcome.verdict is Verdict.BROKE, outcome.reason
     assert outcome.finding is not None
     assert outcome.finding.expected
@@ -37,7 +37,7 @@ def test_a_fault_is_caught_by_its_clause(fault: Fault) -> None:
 
 @pytest.mark.parametrize("clause_id", CHECKS)
 def test_a_clause_holds_for_the_trainer_that_the_faulty_ones_are_made_from(clause_id: str) -> None:
-    (outcome,) = outcomes(base(), clause_id)
+    (outcome,) = outcomes(base(), clause_id, against=base())
     assert outcome.verdict is Verdict.HELD, outcome.finding or outcome.reason
 
 
