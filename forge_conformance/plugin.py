@@ -16,6 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from forge_conformance.session import Session
 
+DEFAULT_TIMEOUT = 60.0
 _SESSION = "conformance-session"
 
 
@@ -52,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--trainer-timeout",
         type=_seconds,
-        default=60.0,
+        default=DEFAULT_TIMEOUT,
         metavar="SECONDS",
         help="how long one call of the trainer may take (default: 60)",
     )

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from forge_conformance.engine import PROFILES
 from forge_conformance.items import ClauseArea, ClauseItem, FailureRepr
 from forge_conformance.lab import Lab
 from forge_conformance.outcome import Finding, Outcome, Verdict
+from forge_conformance.plugin import DEFAULT_TIMEOUT
 from forge_conformance.report.summary import Status, Summary
 from forge_conformance.report.text import (
     failure_line,
@@ -76,6 +78,9 @@ class Session:
         profile = self.config.getoption("conformance_profile")
         if profile != "default":
             parts.append(f"--conformance-profile={profile}")
+        timeout = self.config.getoption("trainer_timeout")
+        if timeout != DEFAULT_TIMEOUT:
+            parts.append(f"--trainer-timeout={timeout:g}")
         if self.strict:
             parts.append("--conformance-strict")
         if self.seed:
@@ -289,9 +294,9 @@ class Session:
 
 def _node_ids_of_areas(config: pytest.Config, clauses: list[Clause]) -> dict[str, str]:
     """Node ids are paths from pytest's root, shown as paths from the folder it was started in."""
-    here = os.path.relpath(config.invocation_params.dir, config.rootpath)
-    prefix = "" if here == "." else here.replace(os.sep, "/") + "/"
-    return {clause.area: f"{prefix}{clause.area}" for clause in clauses}
+    here = config.invocation_params.dir
+    below_root = here.relative_to(config.rootpath) if here.is_relative_to(config.rootpath) else ""
+    return {clause.area: (PurePosixPath(below_root) / clause.area).as_posix() for clause in clauses}
 
 
 def _leave_despite_hanging_threads(exit_status: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from forge_conformance.contract import Need
 from forge_conformance.finding import (
     NotChecked,
     Undecided,
+    broken,
     expect,
     expect_near,
     expect_same,
@@ -322,6 +325,23 @@ class _Look:
         change = part * change_of_loss(self.dtype, self.measure())
         return differences.along(self.measure, self.weight, direction, self.gradient, change)
 
+    def repeated(
+        self, seed: int, parts: Sequence[float], allowed: Allowed | None
+    ) -> list[Derivative]:
+        """Derivatives along several directions, with these parts of the best step in turn.
+
+        Those whose two step sizes disagree by more than is allowed are left out.
+        """
+        found = [
+            self.derivative(seed + 1 + repeat, parts[repeat % len(parts)])
+            for repeat in range(_REPEATS)
+        ]
+        return [
+            each
+            for each in found
+            if each is not None and (allowed is None or each.cut_off <= allowed.error)
+        ]
+
     def suspicious(self, found: Derivative, allowed: Allowed) -> bool:
         """Whether rounding and curvature don't explain how far it is from the gradient."""
         noise = loss_noise(self.dtype, self.measure())
@@ -331,26 +351,39 @@ class _Look:
 def _expect_typically_right(look: _Look, seed: int, allowed: Allowed) -> None:
     """Break the clause if a gradient is wrong along most of several directions and steps.
 
-    Rounding and curvature differ from one to the next; a wrong gradient stays wrong.
+    Rounding and curvature differ from one to the next; a wrong gradient stays wrong. Where the
+    loss jumps (a token goes to another expert) two steps disagree, and neither is trusted.
     """
-    found = []
-    for repeat in range(_REPEATS):
-        part = differences.PARTS[repeat % len(differences.PARTS)]
-        derivative = look.derivative(seed + 1 + repeat, part)
-        if derivative is not None:
-            found.append(derivative)
-    if not found:
+    found = look.repeated(seed, differences.PARTS, allowed)
+    if len(found) < _REPEATS / 3:
         return
-    typical = sorted(found, key=lambda each: each.signed_error)[len(found) // 2]
+    typical = _median(found)
     scatter = statistics.median(abs(each.signed_error - typical.signed_error) for each in found)
     limit = allowed.error + FACTOR * scatter
-    expect(
-        typical.error <= limit,
+    if typical.error <= limit or not _persists(look, seed, typical):
+        return
+    broken(
         expected=f"the derivative of the loss along {look.name}: {typical.measured:.6g}",
         seen=f"{typical.reported:.6g} by the accumulated gradient: {_ratio(typical)}",
         apart=f"relative {typical.error:.3g}, the median of {len(found)} directions; allowed "
         f"{limit:.2g} ({allowed.why}, and as many times their scatter)",
     )
+
+
+def _persists(look: _Look, seed: int, typical: Derivative) -> bool:
+    """Whether the error is there at much smaller steps too, which a bend of the loss is not."""
+    return all(
+        0.7 * typical.error < _median(found).signed_error * math.copysign(1, typical.signed_error)
+        for part in _SMALL_PARTS
+        if (found := look.repeated(seed, (part,), None))
+    )
+
+
+_SMALL_PARTS = (1 / 8, 1 / 32)
+
+
+def _median(found: list[Derivative]) -> Derivative:
+    return sorted(found, key=lambda each: each.signed_error)[len(found) // 2]
 
 
 def _expect_unmoved_where_zero(look: _Look, seed: int) -> None:
@@ -359,26 +392,32 @@ def _expect_unmoved_where_zero(look: _Look, seed: int) -> None:
     In proportion: an inactive unit or an expert that isn't chosen has no gradient either, and a
     long step may wake it.
     """
-    long, short = [], []
+    changes: list[list[float]] = [[] for _ in _STEPS]
     for repeat in range(_REPEATS):
         step = differences.noise_where_zero(look.gradient, look.weight, seed + repeat)
         if step is None:
             return
-        long.append(abs(differences.change_between(look.measure, look.weight, step)))
-        if long == [0.0]:
+        for part, found in zip(_STEPS, changes, strict=True):
+            found.append(abs(differences.change_between(look.measure, look.weight, part * step)))
+        if not any(found[0] for found in changes):
             return
-        short.append(abs(differences.change_between(look.measure, look.weight, step / 8)))
     noise = loss_noise(look.dtype, look.measure())
-    by_long, by_short = statistics.median(long), statistics.median(short)
+    by_step = [statistics.median(found) for found in changes]
+    in_proportion = by_step[-1] > noise and all(
+        6 < longer / shorter < 11 for longer, shorter in itertools.pairwise(by_step)
+    )
     share = float((look.gradient == 0).double().mean())
     expect(
-        by_short <= noise or not 4 < by_long / by_short < 16,
+        not in_proportion,
         expected=f"the loss not to change with {look.name} where its gradient is zero "
         f"({share:.0%} of it)",
-        seen=f"a change of {by_long:.3g} when it moves by a tenth, and of {by_short:.3g} by an "
-        "eighth of that",
-        apart=f"allowed {noise:.2g}, the noise of a loss in {look.dtype}",
+        seen=f"a change of {by_step[0]:.3g} when it moves by a tenth, in proportion",
+        apart=f"by a 64th of that {by_step[-1]:.3g}; allowed {noise:.2g}, the noise of a loss in "
+        f"{look.dtype}",
     )
+
+
+_STEPS = (1.0, 1 / 8, 1 / 64)
 
 
 def _some_of(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
