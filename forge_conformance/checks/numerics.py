@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import random
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,13 +18,17 @@ from forge_conformance.checks.comparing import (
     stacked,
     without_loss_scale,
 )
+from forge_conformance.checks.derivatives import (
+    Look,
+    expect_right_along,
+    expect_unmoved_where_zero,
+)
 from forge_conformance.checks.registry import check
 from forge_conformance.checks.replays import expect_declared_updates
 from forge_conformance.contract import Need
 from forge_conformance.finding import (
     NotChecked,
     Undecided,
-    broken,
     expect,
     expect_near,
     expect_same,
@@ -37,17 +37,11 @@ from forge_conformance.finding import (
 from forge_conformance.lab import Lab
 from forge_conformance.observe.exported import scaled_copy
 from forge_conformance.observe.parameters import Parameters, Tensors, local_part
-from forge_conformance.oracle import differences
-from forge_conformance.oracle.differences import Derivative
 from forge_conformance.oracle.losses import loss_value
 from forge_conformance.oracle.tolerance import (
-    FACTOR,
-    Allowed,
     apart,
-    change_of_loss,
     derivative_error,
     logits_error,
-    loss_noise,
     training_error,
     value_error,
 )
@@ -63,8 +57,6 @@ from forge_conformance.scenarios.losses import (
 from forge_conformance.subject import CallFailed, Subject
 
 _LOSSES = {"mean_nll": mean_nll, "every_logit": every_logit}
-
-_REPEATS = 9
 
 _MOST_TENSORS = 24
 """Parameters that one example looks at, of larger models a random choice."""
@@ -88,7 +80,7 @@ def the_gradient_is_the_derivative_of_the_loss(
     measure = _loss_meter(lab, trainer, batch, _LOSSES[loss])
     gradients = _gradient_with_a_past(lab, trainer, parameters, batch, _LOSSES[loss])
     looks = [
-        _Look(name, local_part(weight), gradients.get(name), measure, lab.dtype)
+        Look(name, local_part(weight), gradients.get(name), measure, lab.dtype)
         for name, weight in _some_of(parameters.tensors, seed).items()
     ]
     first = {look.name: look.derivative(seed) for look in looks}
@@ -101,8 +93,8 @@ def the_gradient_is_the_derivative_of_the_loss(
     for look in looks:
         found = first[look.name]
         if found is not None and look.suspicious(found, allowed):
-            _expect_typically_right(look, seed, allowed)
-        _expect_unmoved_where_zero(look, seed)
+            expect_right_along(look, seed, allowed)
+        expect_unmoved_where_zero(look, seed)
 
 
 @check("numerics.microbatches", batch=batches(min_batch=3, masks=("ragged", "all")))
@@ -300,138 +292,10 @@ def _gradient_with_a_past(
     return {name: gradient.double() for name, gradient in gradients.items()}
 
 
-@dataclass(frozen=True)
-class _Look:
-    """The loss along one parameter, beside the parameter's accumulated gradient."""
-
-    name: str
-    weight: Tensor
-    reported: Tensor | None
-    measure: Callable[[], float]
-    dtype: torch.dtype
-
-    @property
-    def gradient(self) -> Tensor:
-        """The reported one; zero where there is none."""
-        if self.reported is None:
-            return torch.zeros(self.weight.shape, dtype=torch.float64)
-        return self.reported
-
-    def derivative(self, seed: int, part: float = 1.0) -> Derivative | None:
-        """The derivative along the gradient, with so large a part of the best step."""
-        direction = differences.along_gradient(self.gradient, seed)
-        if direction is None:
-            return None
-        change = part * change_of_loss(self.dtype, self.measure())
-        return differences.along(self.measure, self.weight, direction, self.gradient, change)
-
-    def repeated(
-        self, seed: int, parts: Sequence[float], allowed: Allowed | None
-    ) -> list[Derivative]:
-        """Derivatives along several directions, with these parts of the best step in turn.
-
-        Those whose two step sizes disagree by more than is allowed are left out.
-        """
-        found = [
-            self.derivative(seed + 1 + repeat, parts[repeat % len(parts)])
-            for repeat in range(_REPEATS)
-        ]
-        return [
-            each
-            for each in found
-            if each is not None and (allowed is None or each.cut_off <= allowed.error)
-        ]
-
-    def suspicious(self, found: Derivative, allowed: Allowed) -> bool:
-        """Whether rounding and curvature don't explain how far it is from the gradient."""
-        noise = loss_noise(self.dtype, self.measure())
-        return found.error > allowed.error + FACTOR * found.cut_off and found.change_apart > noise
-
-
-def _expect_typically_right(look: _Look, seed: int, allowed: Allowed) -> None:
-    """Break the clause if a gradient is wrong along most of several directions and steps.
-
-    Rounding and curvature differ from one to the next; a wrong gradient stays wrong. Where the
-    loss jumps (a token goes to another expert) two steps disagree, and neither is trusted.
-    """
-    found = look.repeated(seed, differences.PARTS, allowed)
-    if len(found) < _REPEATS / 3:
-        return
-    typical = _median(found)
-    scatter = statistics.median(abs(each.signed_error - typical.signed_error) for each in found)
-    limit = allowed.error + FACTOR * scatter
-    if typical.error <= limit or not _persists(look, seed, typical):
-        return
-    broken(
-        expected=f"the derivative of the loss along {look.name}: {typical.measured:.6g}",
-        seen=f"{typical.reported:.6g} by the accumulated gradient: {_ratio(typical)}",
-        apart=f"relative {typical.error:.3g}, the median of {len(found)} directions; allowed "
-        f"{limit:.2g} ({allowed.why}, and as many times their scatter)",
-    )
-
-
-def _persists(look: _Look, seed: int, typical: Derivative) -> bool:
-    """Whether the error is there at much smaller steps too, which a bend of the loss is not."""
-    return all(
-        0.7 * typical.error < _median(found).signed_error * math.copysign(1, typical.signed_error)
-        for part in _SMALL_PARTS
-        if (found := look.repeated(seed, (part,), None))
-    )
-
-
-_SMALL_PARTS = (1 / 8, 1 / 32)
-
-
-def _median(found: list[Derivative]) -> Derivative:
-    return sorted(found, key=lambda each: each.signed_error)[len(found) // 2]
-
-
-def _expect_unmoved_where_zero(look: _Look, seed: int) -> None:
-    """Break the clause if noise moves the loss where the gradient is zero, in proportion to it.
-
-    In proportion: an inactive unit or an expert that isn't chosen has no gradient either, and a
-    long step may wake it.
-    """
-    changes: list[list[float]] = [[] for _ in _STEPS]
-    for repeat in range(_REPEATS):
-        step = differences.noise_where_zero(look.gradient, look.weight, seed + repeat)
-        if step is None:
-            return
-        for part, found in zip(_STEPS, changes, strict=True):
-            found.append(abs(differences.change_between(look.measure, look.weight, part * step)))
-        if not any(found[0] for found in changes):
-            return
-    noise = loss_noise(look.dtype, look.measure())
-    by_step = [statistics.median(found) for found in changes]
-    in_proportion = by_step[-1] > noise and all(
-        6 < longer / shorter < 11 for longer, shorter in itertools.pairwise(by_step)
-    )
-    share = float((look.gradient == 0).double().mean())
-    expect(
-        not in_proportion,
-        expected=f"the loss not to change with {look.name} where its gradient is zero "
-        f"({share:.0%} of it)",
-        seen=f"a change of {by_step[0]:.3g} when it moves by a tenth, in proportion",
-        apart=f"by a 64th of that {by_step[-1]:.3g}; allowed {noise:.2g}, the noise of a loss in "
-        f"{look.dtype}",
-    )
-
-
-_STEPS = (1.0, 1 / 8, 1 / 64)
-
-
 def _some_of(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     names = sorted(tensors)
     random.Random(seed).shuffle(names)
     return {name: tensors[name] for name in names[:_MOST_TENSORS]}
-
-
-def _ratio(found: Derivative) -> str:
-    if found.reported == 0:
-        return "no gradient"
-    if found.measured == 0:
-        return "the loss doesn't change"
-    return f"{found.reported / found.measured:.6g} times as large"
 
 
 def _split(batch: TextTrainBatch, rows: int) -> list[TextTrainBatch]:
