@@ -47,7 +47,7 @@ class Profile:
 
 
 PROFILES = {
-    "quick": Profile(examples=4, shrinks=40),
+    "quick": Profile(examples=3, shrinks=40),
     "default": Profile(examples=12, shrinks=150),
     "thorough": Profile(examples=50, shrinks=500, explores=True),
 }
@@ -117,7 +117,7 @@ class _Trial:
     def _explore(self, strategies: dict[str, Any], seed: int) -> None:
         @hypothesis.seed(zlib.crc32(f"{seed} {self.check.clause_id}".encode()))
         @hypothesis.settings(
-            max_examples=max(2, round(self.check.share * self.profile.examples)),
+            max_examples=max(1, round(self.check.share * self.profile.examples)),
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),

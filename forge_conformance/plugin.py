@@ -30,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "and get it by the fixtures trainer and trainer_factory",
     )
     group.addoption(
+        "--trainer-against",
+        metavar="MODULE:NAME",
+        help="a second trainer, which must compute the same from the same exported weights",
+    )
+    group.addoption(
         "--conformance",
         action="store_true",
         help="with paths: run the kit beside those tests",
@@ -80,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if name is not None:
         config.pluginmanager.register(_new_session(config, name), _SESSION)
         return
-    for option in ("--conformance", "--clause", "--conformance-strict"):
+    for option in ("--conformance", "--clause", "--conformance-strict", "--trainer-against"):
         if config.getoption(option):
             raise pytest.UsageError(f"{option} needs --trainer=module:Name")
 

@@ -35,19 +35,27 @@ def new_session(config: pytest.Config, name: str) -> Session:
     """The session for the trainer `name`, by the options of `config`."""
     try:
         target = resolve(name)
+        second = config.getoption("trainer_against")
+        against = None if second is None else resolve(second)
         clauses = select(config.getoption("clause") or ())
     except (TargetError, UnknownClause) as error:
         raise pytest.UsageError(str(error.args[0])) from error
     runnable = [clause for clause in clauses if not clause.pending]
     if not runnable:
         raise pytest.UsageError(f"{clauses[0].id} can't be judged: {clauses[0].pending}")
-    return Session(config, target, runnable)
+    return Session(config, target, against, runnable)
 
 
 class Session:
     """The hooks of a run with `--trainer`, and what they share."""
 
-    def __init__(self, config: pytest.Config, target: Target, clauses: list[Clause]) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        target: Target,
+        against: Target | None,
+        clauses: list[Clause],
+    ) -> None:
         self.config = config
         self.target = target
         self.clauses = clauses
@@ -57,7 +65,7 @@ class Session:
         self.in_worker = hasattr(config, "workerinput")
         self.alone = config.args_source is not pytest.Config.ArgsSource.ARGS
         self.judges = self.alone or config.getoption("conformance")
-        self.lab = Lab(target, config.getoption("trainer_timeout"))
+        self.lab = Lab(target, config.getoption("trainer_timeout"), against)
         self.outcomes: list[Outcome] = []
         self._areas = _node_ids_of_areas(config, clauses)
         self._selected: list[str] = []
@@ -75,6 +83,9 @@ class Session:
     def again(self) -> str:
         """The command that repeats this run, as far as a clause."""
         parts = ["pytest", f"--trainer={self.config.getoption('trainer')}"]
+        second = self.config.getoption("trainer_against")
+        if second is not None:
+            parts.append(f"--trainer-against={second}")
         profile = self.config.getoption("conformance_profile")
         if profile != "default":
             parts.append(f"--conformance-profile={profile}")

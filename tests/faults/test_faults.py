@@ -17,6 +17,9 @@ from tests.faults.corpus import Fault, Specimen
 from tests.faults.declared import base
 
 FEWEST_HELD = 50
+AS_BY_DEFAULT = replace(PROFILES["default"], shrinks=10)
+"""As many inputs as by default; a failing one need not be made small here."""
+
 FEW = replace(PROFILES["quick"], examples=2)
 """For all clauses on many trainers; hunting false alarms by many seeds takes hours."""
 
@@ -37,7 +40,7 @@ def outcomes(
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.clause_id}-{fault.name}")
 def test_a_fault_is_caught_by_its_clause(fault: Fault) -> None:
-    (outcome,) = outcomes(fault.target, fault.clause_id, against=base())
+    (outcome,) = outcomes(fault.target, fault.clause_id, profile=AS_BY_DEFAULT, against=base())
     assert outcome.verdict is Verdict.BROKE, outcome.reason
     assert outcome.finding is not None
     assert outcome.finding.expected
