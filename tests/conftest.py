@@ -6,22 +6,24 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+# pytester forgets the modules that were first imported in one of its runs. These here are to
+# stay: imported again and again they cost time, and NumPy's don't survive it.
+import numpy.random  # noqa: F401
 import pytest
+
+import forge_conformance.session  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
 Run = Callable[..., pytest.RunResult]
 
 _TINY = Path(__file__).parent / "plugin" / "tiny.py"
-_NO_NOISE = ["-p", "no:randomly", "-p", "no:cacheprovider"]
+_NO_NOISE = ["-p", "no:randomly", "-o", "asyncio_default_fixture_loop_scope=function"]
 
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs pytest in a new folder which holds the trainer `tiny:Trainer`, in this process."""
-    # What is imported for the first time inside such a run is imported again in the next one.
-    import forge_conformance.session  # noqa: F401
-
     shutil.copy(_TINY, pytester.path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("CI", raising=False)

@@ -156,7 +156,7 @@ class Summary:
             held = len(self.of(Verdict.HELD, level=level))
             unfinished = sum(CATALOGUE[each].level is level for each in self.unfinished)
             others = [
-                f"{len(found)} {verdict.value}"
+                f"{len(found)} {_IN_COUNTS.get(verdict, verdict.value)}"
                 for verdict in Verdict
                 if verdict is not Verdict.HELD and (found := self.of(verdict, level=level))
             ]
@@ -175,4 +175,8 @@ def clause_of(outcome: Outcome) -> Clause:
     return CATALOGUE[outcome.clause_id]
 
 
+_IN_COUNTS = {
+    Verdict.KIT_ERROR: "with a kit error",
+    Verdict.UNBUILDABLE: "with a target error",
+}
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

@@ -45,7 +45,7 @@ def failure_text(outcome: Outcome, again: str, cause: str | None = None) -> str:
             )
             lines += ["", textwrap.indent(outcome.reason.rstrip(), "  "), ""]
         case _:
-            lines += _wrapped(outcome.reason)
+            lines += [*outcome.reason.splitlines(), ""]
     lines += _labelled("again", again, wrap=False)
     return "\n".join(lines)
 
@@ -117,7 +117,7 @@ _COLUMNS: Sequence[tuple[str, Verdict | None]] = [
     ("as expected", Verdict.EXPECTED),
     ("unexpected", Verdict.UNEXPECTEDLY_HELD),
     ("kit error", Verdict.KIT_ERROR),
-    ("no trainer", Verdict.UNBUILDABLE),
+    ("target error", Verdict.UNBUILDABLE),
     ("unfinished", None),
 ]
 
@@ -206,7 +206,8 @@ def _lines(outcomes: Iterable[Outcome]) -> list[str]:
 def _by_reason(outcomes: Iterable[Outcome]) -> list[str]:
     ids: dict[str, list[str]] = defaultdict(list)
     for outcome in outcomes:
-        ids[outcome.reason].append(outcome.clause_id)
+        said = [line for line in outcome.reason.splitlines() if not line.startswith("  ")]
+        ids[" ".join(said)].append(outcome.clause_id)
     return [f"{', '.join(clause_ids)}: {reason}" for reason, clause_ids in ids.items()]
 
 

@@ -330,13 +330,6 @@ class LeavesOutTheLast(MasksAndWeights):
         return super()._default_loss(logits, batch)
 
 
-@faulty("forward_backward.default_loss", "masked targets are multiplied by 0: 0 x NaN (B17)")
-class MultipliesByTheMask(PlainTrainer):
-    def _default_loss(self, logits: Tensor, batch: TextTrainBatch) -> Tensor:
-        nll = weighted_nll(logits, batch) * kept(batch)
-        return nll.sum() / kept(batch).sum().clamp(min=1)
-
-
 @faulty("forward_backward.default_loss", "weights are cast to integers (B19)")
 class CastsWeights(MasksAndWeights):
     def _weights(self, weights: Tensor) -> Tensor | None:

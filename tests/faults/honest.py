@@ -33,8 +33,18 @@ from reference_impls.plain import PlainTrainer
 from reference_impls.random_stream import RandomStream
 from tests.faults import declared
 from tests.faults.corpus import honest
-from tests.faults.forward_backward import kept
+from tests.faults.forward_backward import kept, weighted_nll
 from tests.faults.optim_step import MainGradients, gradients
+
+# Losses
+
+
+@honest("masked targets are multiplied by 0, which a weight of NaN would get through (B17)")
+class MultipliesByTheMask(PlainTrainer):
+    def _default_loss(self, logits: Tensor, batch: TextTrainBatch) -> Tensor:
+        nll = weighted_nll(logits, batch) * kept(batch)
+        return nll.sum() / kept(batch).sum().clamp(min=1)
+
 
 # Steps, optimizers and schedules
 
