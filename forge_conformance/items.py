@@ -91,6 +91,7 @@ class FailureRepr:
         sentence, blank, rest = self.text.partition("\n\n")
         terminal.line(sentence, red=True, bold=True)
         terminal.line((blank + rest).removeprefix("\n"))
+        terminal.line()
 
 
 class _Crash:

@@ -76,7 +76,7 @@ class Session:
         if self.alone:
             config.args = []
             config.args_source = pytest.Config.ArgsSource.ARGS
-            if config.option.reportchars == "fE":
+            if config.getoption("reportchars", None) == "fE":
                 config.option.reportchars = "E"  # the verdict lists what failed
 
     @property
@@ -229,7 +229,7 @@ class Session:
         if clause_id is None or report.when in ("setup", "call", "teardown"):
             return None
         # How pytest-xdist tells that a worker has died.
-        crash = Finding("a process that outlives the check", report.longreprtext)
+        crash = Finding("a process that outlives the check", str(report.longrepr))
         return Outcome(clause_id, Verdict.BROKE, finding=crash)
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Any:
@@ -284,6 +284,7 @@ class Session:
         if not self._tells_a_verdict(exitstatus):
             return
         summary = self.summary
+        terminalreporter.ensure_newline()
         terminalreporter.section(f"conformance of {summary.trainer}", "=")
         for line in verdict_lines(summary, timing=self.config.getoption("conformance_timing")):
             terminalreporter.write_line(line)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+# More threads than cores make single calls of torch stall for half a second and more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # pytester forgets the modules that were first imported in one of its runs. These here are to
 # stay: imported again and again they cost time, and NumPy's don't survive it.

@@ -61,10 +61,10 @@ def failure_line(outcome: Outcome) -> str:
         case _ if outcome.finding is None:
             return outcome.reason
         case _:
-            expected, seen = (
-                " ".join(text.split()) for text in (outcome.finding.expected, outcome.finding.seen)
-            )
-            return f"expected {expected}; seen {seen}" if expected else seen
+            finding = outcome.finding
+            expected, seen = (" ".join(text.split()) for text in (finding.expected, finding.seen))
+            a_fault_says_it_all = bool(finding.trainer_traceback or finding.follows)
+            return seen if a_fault_says_it_all else f"expected {expected}; seen {seen}"
 
 
 def verdict_lines(summary: Summary, timing: bool = False) -> Iterator[str]:
@@ -192,8 +192,8 @@ def _timing_lines(summary: Summary) -> list[str]:
     total = sum(outcome.seconds for outcome in summary.outcomes)
     slowest = sorted(summary.outcomes, key=lambda outcome: -outcome.seconds)[:5]
     return [
-        f"checks {total:.2f} s, of which {inside:.2f} s inside {calls} calls of the trainer: "
-        f"overhead ×{summary.overhead:.2f}",
+        f"checks {total:.2f} s, of which {inside:.2f} s inside {calls} calls of the trainer",
+        f"overhead ×{summary.overhead:.2f}, the one over the other",
         "slowest "
         + ", ".join(f"{o.clause_id}{_NO_BREAK}{o.seconds:.2f}{_NO_BREAK}s" for o in slowest),
     ]

@@ -133,11 +133,6 @@ def test_3_the_kit_itself_failed(run):
     )
 
 
-@pytest.mark.usefixtures("_failing_check")
-def test_3_under_xdist(run_apart):
-    assert run_apart("--trainer=tiny:Trainer", NO_GRAD, CAUSAL, "-n2").ret == 3
-
-
 def test_5_nothing_could_be_checked(run):
     result = run("--trainer=tiny:Trainer", "--clause=optim_step.clip_once", "-v")
     assert result.ret == 5

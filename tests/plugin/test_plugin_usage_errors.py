@@ -130,7 +130,7 @@ def test_a_factory_that_fails_later_is_no_verdict(run, pytester):
 
 
 def test_it_is_the_same_under_xdist(run_apart):
-    result = run_apart("--trainer=broken:raises", "-n2", "--clause=forward")
+    result = run_apart("--trainer=broken:raises", "-n1", "--clause=forward")
     assert result.ret == USAGE_ERROR
     assert errors(result).startswith("broken:raises: the factory raised ValueError: no weights")
 
