@@ -91,7 +91,9 @@ class Unlike(Trainer):
     def __init__(self):
         super().__init__()
         with torch.no_grad():
-            self.weight += torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(id(self) % 2**31))
+            self.weight += torch.randn(
+                self.weight.shape, generator=torch.Generator().manual_seed(id(self) % 2**31)
+            )
 
     async def load(self, path=None):
         raise OSError("no checkpoints here")

@@ -50,7 +50,9 @@ def test_a_trainer_that_ends_its_process_is_found_under_xdist(run_apart):
 
 
 def test_junit_has_the_area_the_clause_and_the_finding(run, pytester):
-    run("--trainer=broken:SeesLater", FORWARD, "--clause=optim_step.clip_once", "--junitxml=out.xml")
+    run(
+        "--trainer=broken:SeesLater", FORWARD, "--clause=optim_step.clip_once", "--junitxml=out.xml"
+    )
     cases = ElementTree.parse(pytester.path / "out.xml").getroot().iter("testcase")
     by_name = {case.get("name"): case for case in cases}
     causal = by_name["forward.causal"]

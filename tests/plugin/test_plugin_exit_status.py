@@ -62,7 +62,9 @@ def test_a_broken_should_is_advice(run):
 def test_1_a_should_broke_when_strict(run):
     result = run("--trainer=broken:Forgetful", "--clause=tokenizer", "--conformance-strict")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["broke:", "  tokenizer.round_trip: expected *", "NOT CONFORMANT: *"])
+    result.stdout.fnmatch_lines(
+        ["broke:", "  tokenizer.round_trip: expected *", "NOT CONFORMANT: *"]
+    )
     result.stdout.no_fnmatch_line("advice:")
 
 
@@ -173,9 +175,7 @@ def test_a_run_that_others_stop_is_no_verdict(run, pytester):
     pytester.makepyfile(test_own="def test_own(): assert False")
     result = run("--trainer=tiny:Trainer", "--conformance", NO_GRAD, "-x", "test_own.py")
     assert result.ret == 1
-    assert verdict(result) == (
-        "NO VERDICT, the run stopped early: 0 of 1 MUST held, 1 unfinished"
-    )
+    assert verdict(result) == ("NO VERDICT, the run stopped early: 0 of 1 MUST held, 1 unfinished")
 
 
 def test_own_tests_that_fail_fail_a_conformant_run(run, pytester):

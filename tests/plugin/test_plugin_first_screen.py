@@ -78,9 +78,7 @@ NOT CONFORMANT: 7 of 8 MUST held, 1 broke
 def screen(result):
     """The output without what differs between machines: versions, times, rounding."""
     machine = ("platform ", "rootdir: ", "plugins: ", "asyncio: ")
-    text = "\n".join(
-        line.rstrip() for line in result.outlines if not line.startswith(machine)
-    )
+    text = "\n".join(line.rstrip() for line in result.outlines if not line.startswith(machine))
     text = re.sub(r"\d\.\de-", "1e-", text)
     return re.sub(r"=+ (.*) in [\d.]+s =+", r"\1", text)
 

@@ -58,7 +58,10 @@ def errors(result):
         ("broken:raises", "broken:raises: the factory raised ValueError: no weights found\n  File"),
         ("broken:gives_none", "broken:gives_none: the factory returned None instead of a trainer"),
         ("broken:hangs", "broken:hangs: the factory gave no trainer: no answer within 0.2 s"),
-        ("misspells:target", "misspells: Target.expected_failures: no clause 'forward.casual'; did"),
+        (
+            "misspells:target",
+            "misspells: Target.expected_failures: no clause 'forward.casual'; did",
+        ),
         ("gives_no_reason:target", "Target.expected_failures['forward.causal'] gives no reason"),
     ],
 )

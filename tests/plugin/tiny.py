@@ -115,7 +115,9 @@ class HalfBytes:
 
     def decode(self, ids, skip_special_tokens=False):
         halves = iter(int(each) for each in ids)
-        return bytes(16 * high + low for high, low in zip(halves, halves)).decode(errors="replace")
+        return bytes(16 * high + low for high, low in zip(halves, halves, strict=False)).decode(
+            errors="replace"
+        )
 
 
 def check_ids(ids):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from forge_conformance.subject import (
-    CallFailed,
-    CallTimedOut,
-    Journal,
-    Loop,
-    Malformed,
-    NotAwaitable,
-    Subject,
-    TimedOut,
-)
+from forge_conformance.subject import CallFailed, CallTimedOut, Journal, Loop, Subject, TimedOut
 
 BROKEN = Path(__file__).parents[1] / "plugin" / "broken.py"
 
@@ -30,34 +24,142 @@ def loop():
     loop.close()
 
 
-@pytest.fixture
-def broken(monkeypatch):
-    monkeypatch.syspath_prepend(BROKEN.parent)
-    import broken
+class Hangs:
+    setting = contextvars.ContextVar("setting", default="unset")
 
-    yield broken
-    for name in ("broken", "tiny"):
-        sys.modules.pop(name)
+    async def awaits(self):
+        await self.inner()
+
+    async def inner(self):
+        await asyncio.Event().wait()
+
+    async def sleeps(self):
+        time.sleep(1000)
+
+    async def deadlocks(self):
+        lock = threading.Lock()
+        with lock:
+            lock.acquire()
+
+    async def computes(self):
+        while True:
+            try:
+                sum(range(1000))
+            except Exception:
+                pass
+
+    async def refuses_to_be_cancelled(self):
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+
+    async def answers(self):
+        return "an answer"
+
+    async def leaves(self):
+        sys.exit(3)
+
+    async def is_cancelled(self):
+        raise asyncio.CancelledError
+
+    async def sets(self):
+        self.setting.set("set")
+
+    async def gets(self):
+        return self.setting.get()
 
 
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("method", "place"),
     [
-        ("Awaits", "await asyncio.Event().wait()"),
-        ("Sleeps", "time.sleep(1000)"),
-        ("Deadlocks", "lock.acquire()"),
-        ("LeavesThread", "await asyncio.to_thread"),
+        ("awaits", "await asyncio.Event().wait()"),
+        ("sleeps", "time.sleep(1000)"),
+        ("deadlocks", "lock.acquire()"),
+        ("computes", "in computes"),
+        ("refuses_to_be_cancelled", "await asyncio.sleep(1000)"),
     ],
 )
-def test_a_call_that_never_returns(loop, broken, name, where):
-    if name == "LeavesThread":
-        broken.time.sleep(0)  # the thread itself is the next test's matter
-        pytest.skip("leaves a thread for good: run in a process of its own, below")
-    subject = Subject(getattr(broken, name)(), loop, Journal())
-    with pytest.raises(TimedOut, match=r"^forward\(\) gave no answer within 0.2 s") as raised:
-        subject.call("forward", None)
+def test_a_call_that_never_returns(loop, method, place):
+    subject = Subject(Hangs(), loop, Journal())
+    with pytest.raises(TimedOut, match=rf"^{method}\(\) gave no answer within 0.2 s") as raised:
+        subject.call(method)
     stack = raised.value.stack
-    assert "in forward" in stack.splitlines()[0]
-    assert where in stack
-    assert "forge_conformance" not in stack
-    assert subject.get_status().step == 0  # the loop goes on
+    assert f"in {method}" in stack.splitlines()[0]
+    assert place in stack
+    assert subject.call("answers") == "an answer"
+
+
+@pytest.mark.parametrize("method", ["leaves", "is_cancelled"])
+def test_exceptions_that_asyncio_treats_apart_are_the_trainers_failure(loop, method):
+    subject = Subject(Hangs(), loop, Journal())
+    with pytest.raises(CallFailed, match="raised (SystemExit: 3|CancelledError)$"):
+        subject.call(method)
+    assert subject.call("answers") == "an answer"
+
+
+def test_all_calls_share_one_context(loop):
+    subject = Subject(Hangs(), loop, Journal())
+    subject.call("sets")
+    assert subject.call("gets") == "set"
+    assert Hangs.setting.get() == "unset"
+
+
+def test_plain_functions_have_the_same_limit(loop):
+    assert loop.call(divmod, 7, 2) == (3, 1)
+    with pytest.raises(CallTimedOut):
+        loop.call(time.sleep, 1000)
+
+
+def test_closing_leaves_nothing_behind(recwarn, caplog):
+    before = threading.enumerate()
+    loop = Loop(timeout=0.2)
+
+    async def starts_tasks():
+        async def fails():
+            raise ValueError("nobody asks for this one")
+
+        asyncio.get_running_loop().create_task(asyncio.Event().wait())
+        asyncio.get_running_loop().create_task(fails())
+
+    loop.run(starts_tasks())
+    loop.close()
+    loop.close()
+    assert threading.enumerate() == before
+    assert not recwarn.list
+    assert not caplog.records
+
+
+@pytest.fixture
+def run_broken(run_apart, pytester):
+    """Judges a class of `broken` by forward.no_grad, in a process of its own."""
+    shutil.copy(BROKEN, pytester.path)
+
+    def judge(name):
+        return run_apart(f"--trainer=broken:{name}", "--clause=forward", "--trainer-timeout=0.3")
+
+    return judge
+
+
+def test_the_finding_says_timeout_and_where_and_the_run_goes_on(run_broken):
+    result = run_broken("LeavesThread")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [
+            "  seen            forward() gave no answer within 0.3 s (--trainer-timeout)",
+            "  in the trainer",
+            "*broken.py*, in forward",
+            "    await asyncio.to_thread(time.sleep, 1000)",
+            "  again           pytest --trainer=broken:LeavesThread --trainer-timeout=0.3 *",
+            "NOT CONFORMANT: 0 of 8 MUST held, 8 broke",
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["BlocksInNativeCode", "HoldsInterpreterLock"])
+def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_stack(run_broken, name):
+    result = run_broken(name)
+    assert result.ret == 1
+    result.stderr.fnmatch_lines(["*broken.py*, line * in forward"])
+    assert name != "BlocksInNativeCode" or "can't be interrupted" in result.stderr.str()
