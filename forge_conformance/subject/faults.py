@@ -67,4 +67,4 @@ def brief(value: Any) -> str:
     try:
         return f"{value!r:.80}"
     except Exception:
-        return f"a {type(value).__name__} that can't be printed"
+        return f"(which can't be printed: {type(value).__name__})"

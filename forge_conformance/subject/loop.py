@@ -51,7 +51,7 @@ class Loop:
         self._grace = min(LONGEST_GRACE, timeout)
         self._loop = asyncio.new_event_loop()
         self._context = contextvars.copy_context()
-        self._watchdog = Watchdog(self._grace)
+        self._watchdog = Watchdog(timeout + 3 * self._grace, self._grace)
 
     def run(self, awaitable: Awaitable[T]) -> T:
         """The result of `awaitable`.

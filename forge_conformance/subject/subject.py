@@ -167,7 +167,7 @@ class Subject:
             return getattr(result, name)
         except Exception:
             raise Malformed(
-                method, f"returned {type(result).__name__} {brief(result)}, without .{name}"
+                method, f"returned {brief(result)} ({type(result).__name__}), without .{name}"
             ) from None
 
     def _number(self, method: str, result: Any, name: str) -> float:

@@ -14,6 +14,7 @@ from types import FrameType
 from forge_conformance.subject.stack import where_it_runs
 
 _HEARTBEAT = 0.5
+_IDLE_BEATS = 4
 
 
 class CallBlocked(BaseException):
@@ -37,14 +38,18 @@ class Watchdog:
     Standard error is the one of the moment when the watchdog is made: before pytest captures it.
 
     Args:
+        silence: Seconds without a sign of this thread after which `faulthandler` ends the process.
         grace: Seconds between the signal and the end of the process.
     """
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, silence: float, grace: float) -> None:
+        self._silence = silence
         self._grace = grace
         self._heartbeat = min(_HEARTBEAT, grace / 2)
         self._stderr = os.dup(2)
         self._deadline: float | None = None
+        self._armed = False
+        self._arming = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -58,7 +63,10 @@ class Watchdog:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         previous = signal.signal(signal.SIGURG, self._raise_if_due)
-        self._deadline = time.monotonic() + seconds
+        with self._arming:
+            self._deadline = time.monotonic() + seconds
+            if not self._armed:
+                self._arm()
         try:
             yield
         finally:
@@ -77,26 +85,35 @@ class Watchdog:
     def _watch(self) -> None:
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        armed = False
         told: float | None = None
+        idle = 0
         while not self._closed.wait(self._heartbeat):
-            deadline = self._deadline
+            with self._arming:
+                deadline = self._deadline
+                idle = 0 if deadline is not None else idle + 1
+                # Arming starts a thread: too much for each of many short calls in a row.
+                if idle < _IDLE_BEATS:
+                    self._arm()
+                elif self._armed:
+                    self._disarm()
             if deadline is None:
-                if armed:
-                    faulthandler.cancel_dump_traceback_later()
-                    armed = False
                 continue
-            left = deadline - time.monotonic()
-            silence = max(left, 0.0) + 3 * self._grace
-            faulthandler.dump_traceback_later(silence, exit=True, file=self._stderr)
-            armed = True
-            if left < -self._grace:
+            overdue = time.monotonic() - deadline
+            if overdue > self._grace:
                 self._end_the_process()
-            elif left < 0 and told != deadline:
+            elif overdue > 0 and told != deadline:
                 told = deadline
                 signal.pthread_kill(main_thread, signal.SIGURG)
-        if armed:
-            faulthandler.cancel_dump_traceback_later()
+        if self._armed:
+            self._disarm()
+
+    def _arm(self) -> None:
+        faulthandler.dump_traceback_later(self._silence, exit=True, file=self._stderr)
+        self._armed = True
+
+    def _disarm(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._armed = False
 
     def _raise_if_due(self, _signal: int, frame: FrameType | None) -> None:
         deadline = self._deadline

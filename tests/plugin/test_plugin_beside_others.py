@@ -22,21 +22,6 @@ def table_and_sentence(result):
     return [*result.outlines[first : result.outlines.index("broke:")], result.outlines[-2]]
 
 
-def test_xdist_comes_to_the_same_verdict(run_apart, run):
-    chosen = ["--clause=forward", "--clause=tokenizer", "-k", "not output_owned"]
-    alone = run("--trainer=broken:SeesLater", *chosen)
-    spread = run_apart("--trainer=broken:SeesLater", *chosen, "-n2")
-    assert alone.ret == spread.ret == 1
-    assert table_and_sentence(spread) == table_and_sentence(alone)
-    assert alone.parseoutcomes() == spread.parseoutcomes()
-
-
-def test_xdist_stops_with_the_status_of_the_verdict(run_apart):
-    result = run_apart("--trainer=broken:Refuses", "-n1", "-x", "--clause=forward_backward")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["NOT CONFORMANT: * unfinished"])
-
-
 def test_a_trainer_that_ends_its_process_is_found_under_xdist(run_apart):
     clauses = ["--clause=forward.no_grad", "--clause=config.fields"]
     result = run_apart("--trainer=broken:Dies", "-n1", *clauses)

@@ -72,8 +72,11 @@ def test_results_are_read_by_their_fields(subject):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "returned NoneType None, without .loss"),
-        (Unprintable(), "returned Unprintable a Unprintable that can't be printed, without .loss"),
+        (None, "returned None (NoneType), without .metrics"),
+        (
+            Unprintable(),
+            "returned (which can't be printed: Unprintable) (Unprintable), without .metrics",
+        ),
         (SimpleNamespace(loss="0.5", metrics={}), "returned .loss = '0.5', which isn't a number"),
         (SimpleNamespace(loss=0.5, metrics=[]), "returned metrics as list, not a mapping"),
         (SimpleNamespace(loss=torch.zeros(2), metrics={}), "which isn't a number"),
@@ -143,7 +146,8 @@ def test_a_method_that_is_not_there(subject, method, error):
 
 def test_the_trainers_own_exception_is_kept(subject):
     with pytest.raises(
-        CallFailed, match="^raises.. raised ValueError: a message\nof two"
+        CallFailed,
+        match="^raises.. raised ValueError: a message\nof two",  # noqa: RUF043
     ) as raised:
         subject.call("raises")
     assert isinstance(raised.value.__cause__, ValueError)
