@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -81,21 +81,26 @@ class Summary:
         A clause follows from another where its finding says so and that one broke too, or where
         an earlier one was broken by the same fault of the trainer, word for word.
         """
-        causes: dict[str, Cause] = {}
-        root_of: dict[str, str] = {}
-        broken = [*self.broke, *self.advised]
-        broken_ids = {outcome.clause_id for outcome in broken}
-        for outcome in broken:
+        broken = {outcome.clause_id: outcome for outcome in [*self.broke, *self.advised]}
+        first_with: dict[str, str] = {}
+        parents: dict[str, str] = {}
+        for clause_id, outcome in broken.items():
             finding = outcome.finding or Finding("", "")
             fault = "" if finding.apart else _ADDRESS.sub("", finding.seen)
-            judged_by = finding.follows if finding.follows in broken_ids else None
-            root = judged_by or root_of.get(fault) or outcome.clause_id
+            if fault in first_with:
+                parents[clause_id] = first_with[fault]
+            elif finding.follows in broken:
+                parents[clause_id] = finding.follows
             if fault:
-                root_of.setdefault(fault, root)
-            causes.setdefault(root, Cause(root, []))
-            if root != outcome.clause_id:
-                causes[root].followed.append(outcome.clause_id)
-        return list(causes.values())
+                first_with.setdefault(fault, clause_id)
+        followed: dict[str, list[str]] = {}
+        for clause_id in broken:
+            root = _root(clause_id, parents)
+            followed.setdefault(root, [])
+            if root != clause_id:
+                followed[root].append(clause_id)
+        in_order = [clause_id for clause_id in broken if clause_id in followed]
+        return [Cause(clause_id, followed[clause_id]) for clause_id in in_order]
 
     def cause_of(self, clause_id: str) -> str:
         """The clause that a broken one follows from: itself, where nothing else is known."""
@@ -173,6 +178,15 @@ def runnable() -> list[Clause]:
 def clause_of(outcome: Outcome) -> Clause:
     """The clause that an outcome is of."""
     return CATALOGUE[outcome.clause_id]
+
+
+def _root(clause_id: str, parents: Mapping[str, str]) -> str:
+    """Where a chain of parents ends; two that follow from each other are both an end."""
+    seen = {clause_id}
+    while clause_id in parents and parents[clause_id] not in seen:
+        clause_id = parents[clause_id]
+        seen.add(clause_id)
+    return clause_id
 
 
 _IN_COUNTS = {

@@ -22,6 +22,23 @@ def table_and_sentence(result):
     return [*result.outlines[first : result.outlines.index("broke:")], result.outlines[-2]]
 
 
+def test_xdist_comes_to_the_same_verdict(run_apart, run):
+    chosen = ["--clause=forward", "--clause=tokenizer", "-k", "not output_owned"]
+    alone = run("--trainer=broken:SeesLater", *chosen)
+    spread = run_apart("--trainer=broken:SeesLater", *chosen, "-n2")
+    assert alone.ret == spread.ret == 1
+    assert table_and_sentence(spread) == table_and_sentence(alone)
+    in_both = ("passed", "failed")
+    counts, spread_counts = alone.parseoutcomes(), spread.parseoutcomes()
+    assert [spread_counts[each] for each in in_both] == [counts[each] for each in in_both]
+
+
+def test_xdist_stops_with_the_status_of_the_verdict(run_apart):
+    result = run_apart("--trainer=broken:Refuses", "-n1", "-x", "--clause=forward_backward")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["NOT CONFORMANT: * unfinished*"])
+
+
 def test_a_trainer_that_ends_its_process_is_found_under_xdist(run_apart):
     clauses = ["--clause=forward.no_grad", "--clause=config.fields"]
     result = run_apart("--trainer=broken:Dies", "-n1", *clauses)
@@ -66,7 +83,7 @@ def test_no_terminal_still_gives_the_status(run):
 
 
 def test_randomly_keeps_the_order_of_the_contract(pytester, run):
-    arguments = ["--trainer=tiny:Trainer", FORWARD, "--co", "-q"]
+    arguments = ["--trainer=tiny:Trainer", FORWARD, "--co", "-q", "-p", "no:asyncio"]
     in_order = [line for line in run(*arguments).outlines if "::" in line]
     shuffled = pytester.runpytest_inprocess(*arguments, "--randomly-seed=3")
     assert [line for line in shuffled.outlines if "::" in line] == in_order
