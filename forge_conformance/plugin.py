@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--trainer-against",
         metavar="MODULE:NAME",
-        help="a second trainer, which must compute the same from the same exported weights",
+        help="numerics.parity: compare with this trainer, from the same exported weights",
     )
     group.addoption(
         "--conformance",

@@ -66,7 +66,7 @@ class Session:
         self.alone = config.args_source is not pytest.Config.ArgsSource.ARGS
         self.judges = self.alone or config.getoption("conformance")
         self.lab = Lab(target, config.getoption("trainer_timeout"), against)
-        self.outcomes: list[Outcome] = []
+        self._outcomes: dict[str, Outcome] = {}
         self._areas = _node_ids_of_areas(config, clauses)
         self._selected: list[str] = []
         self._has_trainer = False
@@ -209,12 +209,18 @@ class Session:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = self._outcome_of(report)
         if outcome is not None:
-            self.outcomes.append(outcome)
+            self._note(outcome)
             if report.failed and outcome.verdict is not Verdict.EXPECTED:
                 report.longrepr = self._failure(outcome)  # type: ignore[assignment]
         unbuildable = getattr(report, "conformance_unbuildable", None)
         if unbuildable is not None and not self.in_worker:
             raise pytest.UsageError(f"{self.target.name}: {unbuildable}")
+
+    def _note(self, outcome: Outcome) -> None:
+        """Of a clause that is judged again (by each worker, or by a rerun) a failure counts."""
+        earlier = self._outcomes.get(outcome.clause_id)
+        if earlier is None or earlier.verdict in (Verdict.HELD, Verdict.NOT_CHECKED):
+            self._outcomes[outcome.clause_id] = outcome
 
     def _failure(self, outcome: Outcome) -> FailureRepr:
         cause = self.summary.cause_of(outcome.clause_id)
@@ -246,7 +252,8 @@ class Session:
 
     @property
     def summary(self) -> Summary:
-        return Summary(self.target.name, self.outcomes, self._selected, self.strict)
+        outcomes = list(self._outcomes.values())
+        return Summary(self.target.name, outcomes, self._selected, self.strict)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         # pytest-xdist stops at the first failure by an exception derived from this one.

@@ -145,7 +145,7 @@ def _table(summary: Summary) -> Iterator[str]:
         should = [verdicts[each] for each in clause_ids if CATALOGUE[each].level is Level.SHOULD]
         kept = f"{should.count(Verdict.HELD)} of {len(should)}" if should else ""
         cells = "".join(f"{count or '-':>{len(title) + 2}}" for title, count in counts)
-        return f"  {name:18}{cells:}{kept:>13}".rstrip()
+        return f"  {name:18}{cells}{kept:>13}".rstrip()
 
     heads = "".join(f"{title:>{len(title) + 2}}" for title, _ in columns)
     yield f"  {'MUST':18}{heads}{'SHOULD held':>13}"

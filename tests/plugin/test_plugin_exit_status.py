@@ -183,3 +183,30 @@ def test_own_tests_that_fail_fail_a_conformant_run(run, pytester):
     result = run("--trainer=tiny:Trainer", "--conformance", NO_GRAD, "test_own.py")
     assert verdict(result) == "CONFORMANT in what was selected: 1 of 1 MUST held"
     assert result.ret == 1
+
+
+def test_a_clause_that_is_judged_twice_counts_once_and_as_broken(run, pytester):
+    pytester.makepyfile(
+        once="""
+        from broken import KeepsGraph
+
+        class Trainer(KeepsGraph):
+            pass
+        """
+    )
+    pytester.makeconftest(
+        """
+        from _pytest.runner import runtestprotocol
+
+        def pytest_runtest_protocol(item, nextitem):
+            import once, tiny
+
+            runtestprotocol(item, nextitem=nextitem)
+            once.Trainer.forward = tiny.Trainer.forward
+            runtestprotocol(item, nextitem=nextitem)
+            return True
+        """
+    )
+    result = run("--trainer=once:Trainer", NO_GRAD, CAUSAL)
+    assert verdict(result) == "NOT CONFORMANT: 1 of 2 MUST held, 1 broke"
+    assert result.ret == 1

@@ -132,6 +132,27 @@ def test_a_factory_that_fails_later_is_no_verdict(run, pytester):
     )
 
 
+def test_a_second_trainer_that_cannot_be_built_is_no_verdict(run):
+    arguments = ["--trainer-against=broken:raises", "--clause=numerics.parity"]
+    result = run("--trainer=tiny:Trainer", *arguments)
+    assert result.ret == USAGE_ERROR
+    result.stdout.fnmatch_lines(
+        [
+            "the factory of broken:raises raised ValueError: no weights found",
+            "  again           pytest --trainer=tiny:Trainer --trainer-against=broken:raises *",
+            "NO VERDICT, the target can't be used: 0 of 1 MUST held, 1 with a target error",
+        ]
+    )
+
+
+def test_without_a_second_trainer_parity_says_what_it_needs(run):
+    result = run("--trainer=tiny:Trainer", "--clause=numerics.parity")
+    assert result.ret == 5
+    told = " ".join(line.strip() for line in result.outlines)
+    assert "numerics.parity: no second trainer is named: name one that can load" in told
+    assert "--trainer-against=module:Name" in told
+
+
 def test_it_is_the_same_under_xdist(run_apart):
     result = run_apart("--trainer=broken:raises", "-n1", "--clause=forward")
     assert result.ret == USAGE_ERROR
