@@ -82,9 +82,24 @@ def _outcome(trial: _Trial, seed: int) -> Outcome:
         return Outcome(clause_id, Verdict.NOT_CHECKED, reason=reason)
     except (Broken, TrainerFault) as error:
         return Outcome(clause_id, Verdict.BROKE, finding=_finding(error, trial))
-    except Exception:
-        return Outcome(clause_id, Verdict.KIT_ERROR, reason=traceback.format_exc())
+    except Exception as error:
+        if not _comes_from(error, trial.lab.package):
+            return Outcome(clause_id, Verdict.KIT_ERROR, reason=traceback.format_exc())
+        finding = Finding(
+            expected="objects whose attributes, repr and comparisons can be used",
+            seen=f"{type(error).__name__} from the trainer's own code when they were",
+            trainer_traceback=_trainer_traceback(error),
+        )
+        trial.lab.discard()
+        return Outcome(clause_id, Verdict.BROKE, finding=finding)
     return Outcome(clause_id, Verdict.HELD)
+
+
+def _comes_from(error: BaseException, package: str) -> bool:
+    """Whether an exception was raised by code of this top-level package."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    name = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    return bool(package) and name.partition(".")[0] == package
 
 
 class _Trial:

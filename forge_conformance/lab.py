@@ -37,6 +37,7 @@ Program = Callable[[Subject], T]
 
 _USES_OF_A_PAIR = 16
 _LONGEST_WARM_UP = 8
+_LARGEST_VOCABULARY = 2**31
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Lab:
         self.loop = Loop(timeout)
         self.journal = Journal()
         self.advice: list[str] = []
+        self.package = ""
+        """The top-level package that the trainer's class comes from."""
         self._shared: Subject | None = None
         self._scouting: Subject | None = None
         self._pair: list[Subject] | None = None
@@ -218,8 +221,14 @@ class Lab:
         model_config = getattr(config, "model_config", None)
         values = model_config if isinstance(model_config, Mapping) else {}
         vocab_size = values.get("vocab_size")
-        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-            fault = TrainerFault("get_config", f"tells vocab_size = {vocab_size!r}, not an int > 0")
+        if (
+            not isinstance(vocab_size, int)
+            or isinstance(vocab_size, bool)
+            or not 0 < vocab_size < _LARGEST_VOCABULARY
+        ):
+            fault = TrainerFault(
+                "get_config", f"tells vocab_size = {vocab_size!r:.80}, not the size of a vocabulary"
+            )
             fault.root = "config.fields"
             raise fault
         longest = values.get("max_seq_len")
@@ -462,6 +471,7 @@ class Lab:
             raise TargetError(f"{what} raised {brief_error(error)}\n{frames}".rstrip()) from error
         if trainer is None:
             raise TargetError(f"{what} returned None instead of a trainer")
+        self.package = type(trainer).__module__.partition(".")[0]
         subject = Subject(trainer, self.loop, self.journal)
         self._alive.append(subject)
         return subject
@@ -530,7 +540,9 @@ class Lab:
         if subject in self._alive:
             self._alive.remove(subject)
         for name in ("close", "cleanup"):
-            end = getattr(subject.trainer, name, None)
+            end = None
+            with suppress(Exception):
+                end = getattr(subject.trainer, name, None)
             if callable(end):
                 ending = partial(_called, end)
                 with suppress(TrainerFault):

@@ -6,7 +6,7 @@ import inspect
 import numbers
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +48,10 @@ class Status(NamedTuple):
     accumulated_microbatches: int
 
 
+_MOST_HANGS = 5
+"""So often may a method give no answer before it is taken to never give one."""
+
+
 @dataclass
 class Journal:
     """All calls of a run: how many, how long, and the last few by name."""
@@ -55,6 +59,7 @@ class Journal:
     calls: int = 0
     seconds: float = 0.0
     last: deque[str] = field(default_factory=lambda: deque(maxlen=12))
+    hung: Counter[str] = field(default_factory=Counter)
 
 
 class Subject:
@@ -141,11 +146,14 @@ class Subject:
 
     def run(self, name: str, make_awaitable: Callable[[], Awaitable[Any]]) -> Any:
         """Await what `make_awaitable` returns, on the loop; `name` names it in the journal."""
+        if self.journal.hung[name] >= _MOST_HANGS:
+            raise TimedOut(name, self.loop.timeout, f"not called again after {_MOST_HANGS} times")
         self.journal.calls += 1
         self.journal.last.append(name)
         try:
             return self.loop.run(self._timed(name, make_awaitable))
         except CallTimedOut as error:
+            self.journal.hung[name] += 1
             raise TimedOut(name, error.seconds, error.stack) from None
         except (NotAwaitable, KeyboardInterrupt):
             raise

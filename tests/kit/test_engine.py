@@ -104,6 +104,24 @@ def test_an_error_of_the_check_itself_is_no_finding(lab: Lab) -> None:
     assert "a mistake of ours" in outcome.reason
 
 
+def test_an_error_in_the_trainers_own_objects_is_a_finding() -> None:
+    class Evil:
+        @property
+        def model_config(self) -> None:
+            raise OSError("not now")
+
+    class ReturnsEvil(PlainTrainer):
+        async def get_config(self) -> Evil:  # type: ignore[override]
+            return Evil()
+
+    lab = Lab(Target(factory=ReturnsEvil), timeout=20)
+    outcome = judged(lab, lambda lab: lab.domain)
+    lab.close()
+    assert outcome.verdict is Verdict.BROKE
+    assert outcome.finding is not None
+    assert "OSError" in outcome.finding.seen
+
+
 def test_what_the_trainer_raises_is_a_finding_with_its_traceback() -> None:
     class Broken(PlainTrainer):
         async def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
