@@ -75,7 +75,7 @@ def _outcome(trial: _Trial, seed: int) -> Outcome:
     try:
         trial.run(seed)
     except TargetError as error:
-        return Outcome(clause_id, Verdict.UNBUILDABLE, reason=str(error))
+        return Outcome(clause_id, Verdict.TARGET_ERROR, reason=str(error))
     except NotChecked as error:
         hints = "; ".join(need.hint for need in error.needs)
         reason = f"{error.reason}: {hints}" if hints else error.reason
@@ -85,12 +85,13 @@ def _outcome(trial: _Trial, seed: int) -> Outcome:
     except Exception as error:
         if not _comes_from(error, trial.lab.package):
             return Outcome(clause_id, Verdict.KIT_ERROR, reason=traceback.format_exc())
-        finding = Finding(
+        trial.lab.discard()
+        unusable = Broken(
             expected="objects whose attributes, repr and comparisons can be used",
             seen=f"{type(error).__name__} from the trainer's own code when they were",
-            trainer_traceback=_trainer_traceback(error),
         )
-        trial.lab.discard()
+        finding = _finding(unusable, trial)
+        finding.trainer_traceback = _trainer_traceback(error)
         return Outcome(clause_id, Verdict.BROKE, finding=finding)
     return Outcome(clause_id, Verdict.HELD)
 
@@ -148,7 +149,7 @@ class _Trial:
         try:
             example()
         except hypothesis.errors.Unsatisfiable:
-            pass
+            pass  # nothing was decided, which `run` says
         except hypothesis.errors.Flaky:
             # The trainer's state decides: what has been seen once has been seen.
             if self._smallest_failure is None:

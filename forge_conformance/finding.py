@@ -51,6 +51,9 @@ def expect_same(seen: Tensor, reference: Tensor, what: str, allowed: Allowed | N
 
     Args:
         what: Names both, as in "the logits after a save are those before it".
+
+    Raises:
+        Undecided: Both are the same and not finite: two trainings that have diverged, say.
     """
     if seen.shape != reference.shape:
         broken(
@@ -58,6 +61,8 @@ def expect_same(seen: Tensor, reference: Tensor, what: str, allowed: Allowed | N
             seen=f"shape {list(seen.shape)} where it is {list(reference.shape)}",
         )
     if identical(seen, reference):
+        if not seen.isfinite().all():
+            raise Undecided(f"{what}, but they aren't finite")
         return
     distance = apart(seen, reference)
     if allowed is None:

@@ -9,7 +9,6 @@ import tempfile
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,56 +19,22 @@ from torch import Tensor
 from forge_conformance.contract import Need
 from forge_conformance.finding import NotChecked, identical
 from forge_conformance.observe.graph import Graph, walk
-from forge_conformance.observe.parameters import Parameters, Tensors
+from forge_conformance.observe.parameters import Parameters
 from forge_conformance.oracle import tolerance
 from forge_conformance.scenarios.batches import make_batch, make_ids
 from forge_conformance.scenarios.domain import Domain
 from forge_conformance.scenarios.losses import Witness, mean_nll
-from forge_conformance.subject import CallTimedOut, Journal, Loop, Subject, TrainerFault
+from forge_conformance.subject import CallTimedOut, Journal, Loop, Program, Subject, TrainerFault
 from forge_conformance.subject.faults import brief_error
 from forge_conformance.subject.stack import trainer_frames
 from forge_conformance.target import Factory, Target, TargetError
+from forge_conformance.twins import TwinSource, find_twin_source
 
 T = TypeVar("T")
-
-Program = Callable[[Subject], T]
-"""A sequence of calls on one trainer, and what it shows."""
 
 _USES_OF_A_PAIR = 16
 _LONGEST_WARM_UP = 8
 _LARGEST_VOCABULARY = 2**31
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What calls of `forward_backward` have accumulated.
-
-    Attributes:
-        tensors: The gradients by parameter; or, where they can't be seen, by how much the next
-            update moved the logits. Those without an entry are zero.
-        from_gradients: Which of the two.
-    """
-
-    tensors: Tensors
-    from_gradients: bool
-
-    def times(self, factor: float) -> Effect:
-        """The effect of `factor` times the loss."""
-        scaled = {name: factor * tensor for name, tensor in self.tensors.items()}
-        return Effect(scaled, self.from_gradients)
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was accumulated, or nothing that moves the logits."""
-        return not any(tensor.any() for tensor in self.tensors.values())
-
-
-@dataclass(frozen=True)
-class _TwinSource:
-    """How equal trainers are made, and whether equal programs leave them bitwise equal."""
-
-    make: Callable[[int], list[Subject]]
-    bitwise: bool
 
 
 class Lab:
@@ -93,7 +58,7 @@ class Lab:
         self._pair: list[Subject] | None = None
         self._pair_uses = 0
         self._alive: list[Subject] = []
-        self._twins: _TwinSource | NotChecked | None = None
+        self._twins: TwinSource | NotChecked | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="forge-conformance-")
         self._folders = 0
 
@@ -139,7 +104,7 @@ class Lab:
 
     def twin_results(self, *programs: Program[T]) -> list[T]:
         """What each program shows, each on a new twin and with the same random streams."""
-        return self._run_each(self.twins(len(programs)), programs)
+        return self.run_each(self.twins(len(programs)), programs)
 
     def pair_results(self, left: Program[T], right: Program[T]) -> list[T]:
         """What two programs show that ought to leave equal states behind.
@@ -152,10 +117,18 @@ class Lab:
             self._pair = self.twins(2)
         self._pair_uses += 1
         try:
-            return self._run_each(self._pair, (left, right))
+            return self.run_each(self._pair, (left, right))
         except Exception:
             self._retire_pair()
             raise
+
+    def run_each(self, subjects: list[Subject], programs: Sequence[Program[T]]) -> list[T]:
+        """What each program shows on its trainer, all with the same random streams."""
+        results = []
+        for subject, program in zip(subjects, programs, strict=True):
+            self.reseed()
+            results.append(program(subject))
+        return results
 
     def build_first(self) -> None:
         """Build the shared trainer.
@@ -379,41 +352,6 @@ class Lab:
         reader = read_gradients
         return Parameters(tensors, lambda: self.ask_author("gradients", reader, subject))
 
-    def effects(self, *programs: Program[Any]) -> list[Effect]:
-        """What the calls of each program accumulate, each from an equal state with nothing pending.
-
-        Read from the gradients where they can be seen; else from the logits after the update
-        that follows.
-        """
-        if self.sees_gradients and not self.stochastic:
-            return [self._gradients_after(self.trainer, program) for program in programs]
-        subjects = self.twins(len(programs))
-        if self.sees_gradients:
-            return self._run_each(
-                subjects, [partial(self._gradients_after, program=each) for each in programs]
-            )
-        return self._run_each(
-            subjects, [partial(self._update_after, program=each) for each in programs]
-        )
-
-    def _gradients_after(self, subject: Subject, program: Program[Any]) -> Effect:
-        parameters = self.parameters(subject)
-        program(subject)
-        gradients = parameters.gradients()
-        subject.clear_gradients()
-        return Effect(gradients, from_gradients=True)
-
-    def _update_after(self, subject: Subject, program: Program[Any]) -> Effect:
-        batch = make_batch(self.domain, self.domain.usual_shape, seed=1)
-        for _ in range(self.idle_updates):
-            subject.forward_backward(batch)
-            subject.optim_step()
-        before = subject.forward(batch.input_ids)
-        program(subject)
-        subject.optim_step()
-        after = subject.forward(batch.input_ids)
-        return Effect({"logits after the update": after - before}, from_gradients=False)
-
     def loss_scale(self, subject: Subject) -> float:
         """By how much gradients are scaled, as declared; 1 where nothing is."""
         declared = self.target.loss_scale
@@ -476,58 +414,13 @@ class Lab:
         self._alive.append(subject)
         return subject
 
-    def _run_each(self, twins: list[Subject], programs: Sequence[Program[T]]) -> list[T]:
-        results = []
-        for twin, program in zip(twins, programs, strict=True):
-            self.reseed()
-            results.append(program(twin))
-        return results
-
     @property
-    def _twin_source(self) -> _TwinSource:
+    def _twin_source(self) -> TwinSource:
         if self._twins is None:
-            self._twins = self._find_twin_source()
+            self._twins = find_twin_source(self)
         if isinstance(self._twins, NotChecked):
             raise self._twins
         return self._twins
-
-    def _find_twin_source(self) -> _TwinSource | NotChecked:
-        saved: list[str] = []
-
-        def from_factory(count: int) -> list[Subject]:
-            return [self.fresh() for _ in range(count)]
-
-        def from_checkpoint(count: int) -> list[Subject]:
-            if not saved:
-                saved.append(self.fresh().save(path=str(self.new_folder())))
-            twins = from_factory(count)
-            for twin in twins:
-                twin.load(saved[0])
-            return twins
-
-        agreeing = []
-        for make in (from_factory, from_checkpoint):
-            left, right = self._run_each(make(2), [self._short_training] * 2)
-            if identical(left, right):
-                return _TwinSource(make, bitwise=True)
-            if tolerance.apart(left, right) <= self.logits_allowed.error:
-                agreeing.append(make)
-        if agreeing:
-            return _TwinSource(agreeing[0], bitwise=False)
-        return NotChecked(
-            "neither the factory nor load of a saved state makes two trainers that agree",
-            Need.TWIN,
-        )
-
-    def _short_training(self, subject: Subject) -> Tensor:
-        """The losses and the logits of two updates, as one vector."""
-        batch = make_batch(self.domain, self.domain.usual_shape)
-        losses = []
-        for _ in range(2):
-            losses.append(subject.forward_backward(batch).loss)
-            subject.optim_step()
-        logits = subject.forward(batch.input_ids).flatten().double()
-        return torch.cat([logits, torch.tensor(losses, dtype=torch.float64)])
 
     def _retire_pair(self) -> None:
         for twin in self._pair or []:
@@ -541,7 +434,7 @@ class Lab:
             self._alive.remove(subject)
         for name in ("close", "cleanup"):
             end = None
-            with suppress(Exception):
+            with suppress(Exception):  # a trainer whose attributes raise can't be closed
                 end = getattr(subject.trainer, name, None)
             if callable(end):
                 ending = partial(_called, end)

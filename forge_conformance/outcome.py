@@ -17,7 +17,7 @@ class Verdict(StrEnum):
     EXPECTED = "broke as expected"
     UNEXPECTEDLY_HELD = "held against expectation"
     KIT_ERROR = "kit error"
-    UNBUILDABLE = "trainer can't be built"
+    TARGET_ERROR = "target error"
 
 
 @dataclass

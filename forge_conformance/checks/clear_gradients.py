@@ -15,12 +15,13 @@ from forge_conformance.checks.comparing import (
     stacked,
 )
 from forge_conformance.checks.registry import check
+from forge_conformance.effects import effects
 from forge_conformance.finding import broken, expect, expect_same
-from forge_conformance.lab import Lab, Program
+from forge_conformance.lab import Lab
 from forge_conformance.scenarios import failures
 from forge_conformance.scenarios.batches import batches
 from forge_conformance.scenarios.losses import Loss, mean_nll, times
-from forge_conformance.subject import CallFailed, Subject
+from forge_conformance.subject import CallFailed, Program, Subject
 
 
 @check(
@@ -56,7 +57,7 @@ def what_was_accumulated_has_no_effect(
         subject.forward_backward(kept)
 
     reference = after_dropping(_negated(lab, dropped)) if lab.stochastic else at_once
-    seen, expected = lab.effects(after_dropping(dropped), reference)
+    seen, expected = effects(lab, after_dropping(dropped), reference)
     what = "after clear_gradients, a call accumulates what it would have without any before"
     expect_same_effect(lab, seen, expected, what, exact=True)
 
@@ -155,7 +156,7 @@ def _failing(lab: Lab, batch: TextTrainBatch, failure: str) -> tuple[TextTrainBa
 
 def _expect_failure(subject: Subject, batch: TextTrainBatch, loss_fn: Loss | None) -> None:
     try:
-        subject.forward_backward(batch, *([loss_fn] if loss_fn else []))
+        subject.forward_backward(batch, loss_fn)
     except CallFailed:
         return
     broken(expected="an error from a call that must fail", seen="a result")

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.effects import Effect
 from forge_conformance.finding import NotChecked, Undecided, broken, expect
-from forge_conformance.lab import Effect, Lab, Program
+from forge_conformance.lab import Lab
 from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
 from forge_conformance.oracle.tolerance import Allowed, apart, tensors_apart
 from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.scenarios.losses import Witness, mean_nll
-from forge_conformance.subject import Subject
+from forge_conformance.subject import Program, Subject
 
 
 def expect_same_effect(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge.api import TextTrainBatch
 from forge_conformance.checks.comparing import expect_same_effect, losses_of
+from forge_conformance.effects import effects
 from forge_conformance.finding import broken, expect, expect_near
 from forge_conformance.lab import Lab
 from forge_conformance.oracle.tolerance import value_error
@@ -30,7 +31,8 @@ def expect_masked_targets_ignored(lab: Lab, batch: TextTrainBatch, place: int) -
     loss, with_others = losses_of(lab, batch, other)
     what = "the loss with other ids at masked targets is the same"
     expect_near(with_others, loss, what, value_error(loss, loss, lab.dtype))
-    seen, reference = lab.effects(
+    seen, reference = effects(
+        lab,
         lambda subject: subject.forward_backward(other),
         lambda subject: subject.forward_backward(batch),
     )

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.checks.calling import attempt, calls
 from forge_conformance.checks.comparing import (
     added,
     expect_same_effect,
     expect_same_tensors,
-    expect_still_stochastic,
     losses_of,
     own_gradients,
-    stacked,
     without_loss_scale,
 )
 from forge_conformance.checks.default_loss import (
@@ -31,6 +30,7 @@ from forge_conformance.checks.default_loss import (
 )
 from forge_conformance.checks.registry import check
 from forge_conformance.contract import Need
+from forge_conformance.effects import effects
 from forge_conformance.finding import (
     NotChecked,
     Undecided,
@@ -39,7 +39,7 @@ from forge_conformance.finding import (
     expect_near,
     expect_same,
 )
-from forge_conformance.lab import Lab, Program
+from forge_conformance.lab import Lab
 from forge_conformance.oracle.losses import loss_value
 from forge_conformance.oracle.tolerance import value_error
 from forge_conformance.scenarios import failures
@@ -52,7 +52,7 @@ from forge_conformance.scenarios.losses import (
     summed_nll,
     times,
 )
-from forge_conformance.subject import CallFailed, Subject
+from forge_conformance.subject import CallFailed, Program, Subject
 
 _LOSSES = {"mean_nll": mean_nll, "summed_nll": summed_nll, "every_logit": every_logit}
 
@@ -151,7 +151,7 @@ def the_next_call_uses_the_default(lab: Lab, batch: TextTrainBatch, loss: str) -
         return program
 
     what = "what a call without loss_fn accumulates after one with it is as after any other"
-    after_custom, after_default = lab.effects(then_default(_LOSSES[loss]), then_default())
+    after_custom, after_default = effects(lab, then_default(_LOSSES[loss]), then_default())
     expect_same_effect(lab, after_custom, after_default, what, exact=True)
     with suppress(NotChecked):  # only twins have never seen a custom loss, and there may be none
         if lab.repeats:
@@ -210,7 +210,7 @@ def only_gradients_change(lab: Lab, batch: TextTrainBatch) -> None:
     weights = parameters.weights() if parameters else {}
     logits = trainer.forward(batch.input_ids)
     for loss_fn in (None, summed_nll) * 3:
-        trainer.forward_backward(batch, *([loss_fn] if loss_fn else []))
+        trainer.forward_backward(batch, loss_fn)
     what = "weights after forward_backward are those before"
     if parameters:
         expect_same_tensors(parameters.weights(), weights, what, None)
@@ -227,11 +227,12 @@ def gradients_add_up(lab: Lab, first: TextTrainBatch, second: TextTrainBatch, lo
     """Is anything done to gradients that are already there: zeroed, averaged, clipped, divided by
     the number of calls, kept for the last microbatch only?"""
     loss_fn = _LOSSES.get(loss)
-    both, one, other, both_reversed = lab.effects(
-        _calls(first, second, loss_fn=loss_fn),
-        _calls(first, loss_fn=loss_fn),
-        _calls(first, None, second, loss_fn=loss_fn),
-        _calls(second, first, loss_fn=loss_fn),
+    both, one, other, both_reversed = effects(
+        lab,
+        calls(first, second, loss_fn=loss_fn),
+        calls(first, loss_fn=loss_fn),
+        calls(first, None, second, loss_fn=loss_fn),
+        calls(second, first, loss_fn=loss_fn),
     )
     if not lab.stochastic:
         what = "what two calls accumulate doesn't depend on their order"
@@ -257,10 +258,11 @@ def gradients_scale_with_the_loss(
     base = _LOSSES[loss]
     factors = (factor, 64.0)
     halved = times(0.5, base)
-    once, halves, *scaled = lab.effects(
-        _calls(batch, loss_fn=base),
-        _calls(batch, batch, loss_fn=halved),
-        *(_calls(batch, loss_fn=times(each, base)) for each in factors),
+    once, halves, *scaled = effects(
+        lab,
+        calls(batch, loss_fn=base),
+        calls(batch, batch, loss_fn=halved),
+        *(calls(batch, loss_fn=times(each, base)) for each in factors),
     )
     if not lab.stochastic:
         expect_same_effect(
@@ -285,7 +287,7 @@ def batches_stay_as_they_were(lab: Lab, batch: TextTrainBatch) -> None:
         before = {name: _copied(getattr(given, name)) for name in _FIELDS}
         objects = {name: getattr(given, name) for name in _FIELDS}
         for loss_fn in (None, mean_nll):
-            trainer.forward_backward(given, *([loss_fn] if loss_fn else []))
+            trainer.forward_backward(given, loss_fn)
         for name in _FIELDS:
             expect(
                 getattr(given, name) is objects[name],
@@ -322,10 +324,10 @@ def nothing_kept_means_nothing_done(lab: Lab, batch: TextTrainBatch) -> None:
 
     def useful_then_empty(subject: Subject) -> None:
         subject.forward_backward(useful)
-        _attempt(subject, empty)
+        attempt(subject, empty)
 
-    with_empty, without, alone = lab.effects(
-        useful_then_empty, _calls(useful), lambda subject: _attempt(subject, empty)
+    with_empty, without, alone = effects(
+        lab, useful_then_empty, calls(useful), lambda subject: attempt(subject, empty)
     )
     expect_same_effect(
         lab, with_empty, without, "a batch that keeps nothing adds nothing", exact=True
@@ -387,122 +389,6 @@ def bad_batches_are_refused(lab: Lab) -> None:
     _expect_long_sequences_whole(lab)
 
 
-# Failures
-
-
-@check("forward_backward.failure_atomic", first=batches(), second=batches())
-def a_failed_call_changes_nothing(lab: Lab, first: TextTrainBatch, second: TextTrainBatch) -> None:
-    """What has already happened when a call fails: the count raised, gradients zeroed, the mode
-    switched, part of the batch accumulated? Is the loss function's exception replaced or lost?"""
-    bad = failures.bad_batches(lab.domain)["an input id equal to vocab_size"]
-    failing: dict[str, tuple[TextTrainBatch, Loss | None]] = {
-        "an input id outside the vocabulary": (bad, None),
-        "a loss_fn that raises": (second, failures.raising_loss),
-        "a loss_fn that returns a vector": (second, failures.vector_loss),
-    }
-    trainer = lab.trainer
-    for what, (batch, loss_fn) in failing.items():
-        logits = trainer.forward(first.input_ids)
-        trainer.forward_backward(first)
-        before = trainer.get_status()
-        error = _attempt(trainer, batch, loss_fn)
-        if error is None:
-            broken(expected=f"an error for {what}", seen="a result")
-        if loss_fn is failures.raising_loss:
-            expect(
-                failures.names_the_cause(error),
-                expected="the loss function's own DeliberateError, as such, as cause, or named",
-                seen=f"{type(error).__name__}: {error}",
-            )
-        after = trainer.get_status()
-        expect(
-            after == before,
-            expected=f"the status {tuple(before)} as before {what}",
-            seen=f"{tuple(after)}",
-        )
-        expect_same(
-            trainer.forward(first.input_ids), logits, f"logits after {what}", lab.unmoved_allowed
-        )
-        trainer.clear_gradients()
-        _expect_failure_without_trace(lab, what, first, second, batch, loss_fn)
-
-
-@check("forward_backward.failure_in_backward", batch=batches())
-def sound_again_after_a_broken_backward(lab: Lab, batch: TextTrainBatch) -> None:
-    """Is the call counted before backward has ended? What of a half-done backward does
-    `clear_gradients` leave: gradients of some parameters, buckets, hooks, streams?"""
-    trainer = lab.trainer
-    for loss_fn in _breaking_losses(lab):
-        logits = trainer.forward(batch.input_ids)
-        before = trainer.get_status()
-        if _attempt(trainer, batch, loss_fn) is None:
-            broken(expected="an error when backward raises", seen="a result")
-        after = trainer.get_status()
-        expect(after == before, expected=f"status {tuple(before)}", seen=f"{tuple(after)}")
-        what = "logits after a call that failed in backward are those before"
-        expect_same(trainer.forward(batch.input_ids), logits, what, lab.unmoved_allowed)
-        trainer.clear_gradients()
-        if lab.stochastic:
-            continue
-        # In this order: what a failure changes for good must not change the reference too.
-        clean, recovered = lab.effects(
-            _calls(batch), _calls(batch, None, batch, loss_fn=None, failing_first=loss_fn)
-        )
-        expect_same_effect(
-            lab,
-            recovered,
-            clean,
-            "after a failed backward and clear_gradients a call accumulates what it always does",
-            exact=True,
-        )
-
-
-@check("forward_backward.failure_keeps_gradients", batch=batches())
-def a_broken_backward_keeps_earlier_gradients(lab: Lab, batch: TextTrainBatch) -> None:
-    """A backward that fails half-way has added to some gradients: compute into fresh ones and add
-    them at the end, or restore the old ones."""
-    other = make_batch(lab.domain, lab.domain.usual_shape, seed=3)
-    for loss_fn in _breaking_losses(lab):
-
-        def fails_later(subject: Subject, loss_fn: Loss = loss_fn) -> None:
-            subject.forward_backward(batch)
-            _attempt(subject, other, loss_fn)
-
-        with_failure, without = lab.effects(fails_later, _calls(batch))
-        expect_same_effect(
-            lab,
-            with_failure,
-            without,
-            "gradients accumulated before a call that failed in backward are still there",
-            exact=True,
-        )
-
-
-@check("forward_backward.nonfinite_visible")
-def a_nonfinite_loss_is_shown(lab: Lab) -> None:
-    """Is NaN replaced (`nan_to_num`, a running mean, the last good value) before it is returned?"""
-    batch = make_batch(lab.domain, lab.domain.usual_shape, mask="all")
-    for bad in (math.nan, math.inf):
-        weights = torch.ones_like(batch.target_ids, dtype=torch.float32)
-        weights[-1, -1] = bad
-        attempts: dict[str, tuple[TextTrainBatch, Loss | None]] = {
-            f"a custom loss of {bad}": (batch, times(bad, mean_nll)),
-            f"a kept target of weight {bad}": (replace(batch, target_weights=weights), None),
-        }
-        for what, (given, loss_fn) in attempts.items():
-            subject = lab.fresh()
-            try:
-                subject.forward_backward(batch)
-                loss = subject.forward_backward(given, *([loss_fn] if loss_fn else [])).loss
-            except CallFailed:
-                continue
-            expect(
-                not math.isfinite(loss),
-                expected=f"a loss that isn't finite, or an error, for {what}",
-                seen=f"loss {loss}",
-            )
-
-
 @check("forward_backward.learns")
 def the_default_loss_falls(lab: Lab) -> None:
     """Does an update move the weights against the gradient, with a learning rate that does
@@ -527,44 +413,8 @@ def the_default_loss_falls(lab: Lab) -> None:
 _FIELDS = ("input_ids", "target_ids", "target_mask", "target_weights")
 
 
-def _calls(
-    *batches_or_clear: TextTrainBatch | None,
-    loss_fn: Loss | None = None,
-    failing_first: Loss | None = None,
-) -> Program[None]:
-    """A call of `forward_backward` for each batch; None stands for `clear_gradients`."""
-
-    def program(subject: Subject) -> None:
-        for index, batch in enumerate(batches_or_clear):
-            if batch is None:
-                subject.clear_gradients()
-            elif index == 0 and failing_first is not None:
-                _attempt(subject, batch, failing_first)
-            else:
-                subject.forward_backward(batch, *([loss_fn] if loss_fn else []))
-
-    return program
-
-
-def _attempt(
-    subject: Subject, batch: TextTrainBatch, loss_fn: Loss | None = None
-) -> BaseException | None:
-    """The error that a call ends in, if it does."""
-    try:
-        subject.forward_backward(batch, *([loss_fn] if loss_fn else []))
-    except CallFailed as failure:
-        return failure.error
-    return None
-
-
 def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def _breaking_losses(lab: Lab) -> list[Loss]:
-    if lab.graph is None or not lab.graph.readable:
-        return [failures.breaking_backward]
-    return [failures.breaking_backward, failures.breaking_backward_late()]
 
 
 def _expect_same_batch(given: Any, batch: TextTrainBatch) -> None:
@@ -647,7 +497,7 @@ def _expect_masked_junk_harmless(lab: Lab) -> None:
         ids = batch.target_ids.clone()
         ids[-1, -1] = junk
         given = replace(clean, target_ids=ids)
-        if _attempt(lab.trainer, given) is not None:
+        if attempt(lab.trainer, given) is not None:
             continue
         loss, with_junk = losses_of(lab, clean, given)
         what = f"the loss with {junk} at a masked target, as it is accepted,"
@@ -659,7 +509,7 @@ def _expect_long_sequences_whole(lab: Lab) -> None:
     if longest is None or longest != lab.domain.longest_seq or lab.domain.declared_shapes:
         return
     batch = make_batch(lab.domain, (1, longest + 3), mask="none")
-    if _attempt(lab.trainer, batch) is not None:
+    if attempt(lab.trainer, batch) is not None:
         return
     for end, position in (("first", 0), ("last", -1)):
         mask = torch.zeros_like(batch.target_ids)
@@ -672,42 +522,3 @@ def _expect_long_sequences_whole(lab: Lab) -> None:
             expected=f"{longest + 3} positions, over max_seq_len, refused or computed in full",
             seen=f"a loss that doesn't depend on the {end} target: the sequence is cut",
         )
-
-
-def _expect_failure_without_trace(
-    lab: Lab,
-    what: str,
-    first: TextTrainBatch,
-    second: TextTrainBatch,
-    batch: TextTrainBatch,
-    loss_fn: Loss | None,
-) -> None:
-    def with_failure(subject: Subject) -> None:
-        subject.forward_backward(first)
-        _attempt(subject, batch, loss_fn)
-        if not lab.stochastic:
-            subject.forward_backward(second)
-
-    following = (first,) if lab.stochastic else (first, second)
-    seen, reference = lab.effects(with_failure, _calls(*following))
-    expect_same_effect(
-        lab, seen, reference, f"accumulated gradients, as if {what} had never been sent", exact=True
-    )
-    if lab.stochastic:
-        expect_still_stochastic(lab, what, lambda subject: _attempt(subject, batch, loss_fn))
-        return
-
-    def training(subject: Subject, fail: bool) -> Tensor:
-        shown: list[Tensor | float] = []
-        for _ in range(2):
-            if fail:
-                _attempt(subject, batch, loss_fn)
-            shown.append(subject.forward_backward(second).loss)
-            shown += subject.optim_step()[:2]
-        return stacked(*shown, subject.forward(first.input_ids))
-
-    failing, clean = lab.pair_results(
-        lambda subject: training(subject, True), lambda subject: training(subject, False)
-    )
-    what = f"losses, steps, rates and logits of a training, as if {what} had never been sent"
-    expect_same(failing, clean, what, lab.run_allowed)

@@ -26,6 +26,7 @@ from forge_conformance.checks.derivatives import (
 from forge_conformance.checks.registry import check
 from forge_conformance.checks.replays import expect_declared_updates
 from forge_conformance.contract import Need
+from forge_conformance.effects import effects
 from forge_conformance.finding import (
     NotChecked,
     Undecided,
@@ -113,7 +114,7 @@ def rows_apart_are_as_rows_together(lab: Lab, batch: TextTrainBatch) -> None:
         for part in parts:
             subject.forward_backward(part, summed_nll)
 
-    split, whole = lab.effects(apart, lambda subject: subject.forward_backward(batch, summed_nll))
+    split, whole = effects(lab, apart, lambda subject: subject.forward_backward(batch, summed_nll))
     what = "the gradient of a summed loss from single rows is that from the rows together"
     expect_same_effect(lab, split, whole, what)
 

@@ -6,12 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-from hypothesis import strategies as st
 
 from forge_conformance.contract import clause
-from forge_conformance.scenarios.domain import Domain
+from forge_conformance.scenarios.domain import Drawn
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Check:
 
     clause_id: str
     judge: Callable[..., None]
-    varying: Mapping[str, Callable[[Domain], st.SearchStrategy[Any]]]
+    varying: Mapping[str, Drawn]
     share: float = 1.0
 
     @property
@@ -44,7 +41,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(_CHECKS)
 
 
 def check(
-    clause_id: str, /, *, share: float = 1.0, **varying: Callable[[Domain], st.SearchStrategy[Any]]
+    clause_id: str, /, *, share: float = 1.0, **varying: Drawn
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function the check of a clause; its docstring says where to look after a break.
 

@@ -55,7 +55,7 @@ def expect_declared_updates(
     plain = Replay(build, start, None, clip_norm)
     for number, microbatches in enumerate(updates):
         for batch in microbatches:
-            subject.forward_backward(batch, *([loss] if loss else []))
+            subject.forward_backward(batch, loss)
         scale = lab.loss_scale(subject)
         gradients = {name: g.double() / scale for name, g in parameters.gradients().items()}
         rate = rate_of(number, subject.optim_step().learning_rate)

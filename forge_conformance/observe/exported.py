@@ -7,6 +7,8 @@ from pathlib import Path
 
 from forge_conformance.finding import NotChecked
 
+_UNUSED_CONTEXT = "logits hardly depend on earlier tokens, so that wrong attention would hide"
+
 
 def scaled_copy(saved: str, folder: Path, factor: float) -> str:
     """A copy of exported weights in which every matrix is `factor` times as large.
@@ -27,14 +29,12 @@ def scaled_copy(saved: str, folder: Path, factor: float) -> str:
         shutil.copy2(source, copy)
         files = [copy] if copy.suffix == ".safetensors" else []
     if not files:
-        raise NotChecked("the weights are too small to judge by, and not exported as safetensors")
+        raise NotChecked(f"{_UNUSED_CONTEXT}, and weights that aren't safetensors can't be scaled")
     try:
         from safetensors import safe_open
         from safetensors.torch import save_file
     except ImportError:
-        raise NotChecked(
-            "the weights are too small to judge by; safetensors can scale them"
-        ) from None
+        raise NotChecked(f"{_UNUSED_CONTEXT}; install safetensors to scale the weights") from None
     for file in files:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()

@@ -118,7 +118,7 @@ class Summary:
             return Status.KIT_FAILED
         if self.broke or self.of(Verdict.UNEXPECTEDLY_HELD):
             return Status.NOT_CONFORMANT
-        if self.of(Verdict.UNBUILDABLE):
+        if self.of(Verdict.TARGET_ERROR):
             return Status.USAGE
         if self.unfinished:
             return Status.UNFINISHED
@@ -191,6 +191,6 @@ def _root(clause_id: str, parents: Mapping[str, str]) -> str:
 
 _IN_COUNTS = {
     Verdict.KIT_ERROR: "with a kit error",
-    Verdict.UNBUILDABLE: "with a target error",
+    Verdict.TARGET_ERROR: "with a target error",
 }
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

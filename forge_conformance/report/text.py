@@ -79,7 +79,7 @@ def verdict_lines(summary: Summary, timing: bool = False) -> Iterator[str]:
         ],
     )
     yield from _section("the kit's own errors", _lines(summary.of(Verdict.KIT_ERROR)))
-    yield from _section("the target can't be used", _by_reason(summary.of(Verdict.UNBUILDABLE)))
+    yield from _section("the target can't be used", _by_reason(summary.of(Verdict.TARGET_ERROR)))
     yield from _section(
         "broke as expected",
         [f"{o.clause_id}: {o.reason}" for o in summary.of(Verdict.EXPECTED)],
@@ -117,7 +117,7 @@ _COLUMNS: Sequence[tuple[str, Verdict | None]] = [
     ("as expected", Verdict.EXPECTED),
     ("unexpected", Verdict.UNEXPECTEDLY_HELD),
     ("kit error", Verdict.KIT_ERROR),
-    ("target error", Verdict.UNBUILDABLE),
+    ("target error", Verdict.TARGET_ERROR),
     ("unfinished", None),
 ]
 

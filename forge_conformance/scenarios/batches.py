@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from hypothesis import strategies as st
@@ -16,9 +15,6 @@ from torch import Tensor
 
 from forge.api import TextTrainBatch
 from forge_conformance.scenarios.domain import Domain, Shape
-
-Drawn: TypeAlias = Callable[[Domain], st.SearchStrategy[object]]
-"""What a check varies: a strategy once the trainer's inputs are known."""
 
 MASKS = ("none", "all", "one", "ragged")
 WEIGHTS = ("none", "ones", "fractional")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
@@ -81,3 +82,7 @@ class Domain:
         if self.declared_shapes is not None:
             return shape in self.declared_shapes
         return self.max_seq_len is None or shape[1] <= self.max_seq_len
+
+
+Drawn: TypeAlias = Callable[[Domain], st.SearchStrategy[Any]]
+"""What a check varies: a strategy, once the inputs that the trainer takes are known."""

@@ -8,7 +8,7 @@ from forge_conformance.subject.faults import (
     TrainerFault,
 )
 from forge_conformance.subject.loop import CallTimedOut, Loop
-from forge_conformance.subject.subject import Journal, Losses, Status, Subject, Update
+from forge_conformance.subject.subject import Journal, Losses, Program, Status, Subject, Update
 
 __all__ = [
     "CallFailed",
@@ -18,6 +18,7 @@ __all__ = [
     "Losses",
     "Malformed",
     "NotAwaitable",
+    "Program",
     "Status",
     "Subject",
     "TimedOut",

@@ -30,10 +30,14 @@ class CallFailed(TrainerFault):
 
 
 class TimedOut(TrainerFault):
-    """The call gave no answer within the time limit; `stack` says where it was."""
+    """The call gave no answer within the time limit; `stack` says where it was.
 
-    def __init__(self, method: str, seconds: float, stack: str) -> None:
-        super().__init__(method, f"gave no answer within {seconds:g} s (--trainer-timeout)")
+    With `times` it wasn't made any more: so often has the method given no answer before.
+    """
+
+    def __init__(self, method: str, seconds: float, stack: str = "", times: int = 1) -> None:
+        often = f", {times} times: it is not called again" if times > 1 else ""
+        super().__init__(method, f"gave no answer within {seconds:g} s (--trainer-timeout){often}")
         self.stack = stack
 
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from forge_conformance.subject.faults import (
     brief,
 )
 from forge_conformance.subject.loop import CallTimedOut, Loop
+
+T = TypeVar("T")
 
 
 class Losses(NamedTuple):
@@ -147,7 +149,7 @@ class Subject:
     def run(self, name: str, make_awaitable: Callable[[], Awaitable[Any]]) -> Any:
         """Await what `make_awaitable` returns, on the loop; `name` names it in the journal."""
         if self.journal.hung[name] >= _MOST_HANGS:
-            raise TimedOut(name, self.loop.timeout, f"not called again after {_MOST_HANGS} times")
+            raise TimedOut(name, self.loop.timeout, times=_MOST_HANGS)
         self.journal.calls += 1
         self.journal.last.append(name)
         try:
@@ -211,3 +213,7 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
+
+
+Program: TypeAlias = Callable[[Subject], T]
+"""A sequence of calls on one trainer, and what it shows."""

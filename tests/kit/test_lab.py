@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_conformance.effects import effects
 from forge_conformance.finding import NotChecked, identical
 from forge_conformance.lab import Lab
 from forge_conformance.scenarios.batches import make_batch
@@ -128,7 +129,7 @@ def test_effects_are_gradients_where_they_can_be_seen_else_updates(
 ) -> None:
     def effect(lab: Lab) -> Any:
         batch = make_batch(lab.domain, (2, 3), mask="all")
-        return lab.effects(lambda subject: subject.forward_backward(batch))[0]
+        return effects(lab, lambda subject: subject.forward_backward(batch))[0]
 
     class Elsewhere(PlainTrainer):
         """Computes as if in another process: its logits have a graph of their own."""

@@ -10,7 +10,7 @@ from forge_conformance.report.summary import Status, Summary, runnable
 # Two MUST clauses and a SHOULD.
 FIELDS, STATIC, COMMON_KEYS = "config.fields", "config.static", "config.common_keys"
 HELD, BROKE, NOT_CHECKED = Verdict.HELD, Verdict.BROKE, Verdict.NOT_CHECKED
-EXPECTED, KIT_ERROR, UNBUILDABLE = Verdict.EXPECTED, Verdict.KIT_ERROR, Verdict.UNBUILDABLE
+EXPECTED, KIT_ERROR, TARGET_ERROR = Verdict.EXPECTED, Verdict.KIT_ERROR, Verdict.TARGET_ERROR
 
 
 def summary(*verdicts, strict=False, clauses=(FIELDS, STATIC, COMMON_KEYS)):
@@ -64,7 +64,7 @@ def summary(*verdicts, strict=False, clauses=(FIELDS, STATIC, COMMON_KEYS)):
             "1 of 1 SHOULD held",
         ),
         (
-            (HELD, UNBUILDABLE, HELD),
+            (HELD, TARGET_ERROR, HELD),
             Status.USAGE,
             "NO VERDICT, the target can't be used: 1 of 2 MUST held, 1 with a target error; "
             "1 of 1 SHOULD held",
