@@ -302,8 +302,16 @@ class Session:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         self.lab.close()
-        if self.lab.loop.timed_out and not self.in_worker:
-            _leave_despite_hanging_threads(self._exit_status)
+        if not self.in_worker and self._would_never_exit():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_status)
+
+    def _would_never_exit(self) -> bool:
+        """Whether Python would wait for a task that can't be cancelled, or for the thread of a
+        call that was given up."""
+        loop = self.lab.loop
+        return bool(loop.stubborn) or (loop.timed_out and _other_threads_run())
 
     def _clause_id(self, node_id: str) -> str | None:
         area, _, clause_id = node_id.rpartition("::")
@@ -318,17 +326,9 @@ def _node_ids_of_areas(config: pytest.Config, clauses: list[Clause]) -> dict[str
     return {clause.area: (PurePosixPath(below_root) / clause.area).as_posix() for clause in clauses}
 
 
-def _leave_despite_hanging_threads(exit_status: int) -> None:
-    """End the process if a call that was given up left a thread that Python would wait for."""
-    hanging = [
-        thread
-        for thread in threading.enumerate()
-        if thread is not threading.main_thread() and not thread.daemon
-    ]
-    if hanging:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_status)
+def _other_threads_run() -> bool:
+    main = threading.main_thread()
+    return any(thread is not main and not thread.daemon for thread in threading.enumerate())
 
 
 def _count(number: int, noun: str) -> str:

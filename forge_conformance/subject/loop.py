@@ -43,11 +43,13 @@ class Loop:
 
     Attributes:
         timed_out: Whether a call has been given up: it may have left a thread behind.
+        stubborn: Tasks that went on when they were cancelled; destroying one may never end.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.timed_out = False
+        self.stubborn: set[asyncio.Task[Any]] = set()
         self._grace = min(LONGEST_GRACE, timeout)
         self._loop = asyncio.new_event_loop()
         self._context = contextvars.copy_context()
@@ -126,7 +128,7 @@ class Loop:
         for task in others:
             task.cancel()
         if others:
-            await asyncio.wait(others, timeout=self._grace / 2)
+            _, self.stubborn = await asyncio.wait(others, timeout=self._grace / 2)
         await self._loop.shutdown_asyncgens()
 
 

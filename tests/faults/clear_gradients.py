@@ -9,6 +9,7 @@ from forge.api import ForwardBackwardResult, LossFn, TextTrainBatch
 from reference_impls.plain import PlainTrainer
 from reference_impls.random_stream import RandomStream
 from tests.faults.corpus import faulty
+from tests.faults.forward_backward_failures import KeepsTheFailedBatch
 from tests.faults.optim_step import MainGradients
 
 
@@ -203,15 +204,8 @@ class ClearsCountedGradients(PlainTrainer):
 
 
 @faulty("clear_gradients.recovers", "a failed batch waits and is trained on with the next one")
-class TrainsOnTheFailedBatch(PlainTrainer):
-    waiting: Tensor | None = None
-
-    def _loss(self, logits: Tensor, batch: TextTrainBatch, loss_fn: LossFn | None) -> Tensor:
-        before = self.waiting
-        self.waiting = 1e-3 * logits.square().mean()
-        loss = super()._loss(logits, batch, loss_fn)
-        self.waiting = None
-        return loss if before is None else loss + before
+class TrainsOnTheFailedBatch(KeepsTheFailedBatch):
+    pass
 
 
 @faulty("clear_gradients.recovers", "each failure halves a scale that nobody takes out again (B52)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from forge_conformance.checks.registry import Check
 from forge_conformance.contract import Need
 from forge_conformance.engine import PROFILES, Profile, judge
-from forge_conformance.finding import NotChecked, Undecided, expect
+from forge_conformance.finding import NotChecked, Undecided, expect, expect_same
 from forge_conformance.lab import Lab
 from forge_conformance.outcome import Outcome, Verdict
 from forge_conformance.target import Target
@@ -84,6 +85,13 @@ def test_what_was_undecided_throughout_is_not_checked(lab: Lab) -> None:
     outcome = judged(lab, gives_up, number=st.integers(0, 1000))
     assert outcome.verdict is Verdict.NOT_CHECKED
     assert "the learning rate is 0" in outcome.reason
+
+
+def test_equal_results_that_are_not_finite_decide_nothing(lab: Lab) -> None:
+    diverged = torch.tensor([math.nan])
+    outcome = judged(lab, lambda lab: expect_same(diverged, diverged.clone(), "equal runs"))
+    assert outcome.verdict is Verdict.NOT_CHECKED
+    assert "aren't finite" in outcome.reason
 
 
 def test_what_is_not_checked_says_what_unlocks_it(lab: Lab) -> None:

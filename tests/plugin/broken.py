@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import threading
@@ -65,6 +66,17 @@ class Deadlocks(Trainer):
 class LeavesThread(Trainer):
     async def forward(self, inputs):
         await asyncio.to_thread(time.sleep, 1000)
+
+
+class LeavesStubbornTask(Trainer):
+    async def forward(self, inputs):
+        self.task = asyncio.create_task(self.never_ends())
+        return await super().forward(inputs)
+
+    async def never_ends(self):
+        while True:
+            with contextlib.suppress(BaseException):  # on purpose: nothing ends it
+                await asyncio.sleep(0.01)
 
 
 class BlocksInNativeCode(Trainer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,7 @@ def test_another_models_checkpoint_is_refused(make_batch, tmp_path):
     ):
         other = PlainTrainer(**options)
         path = asyncio.run(other.save("other", path=str(tmp_path)))
-        assert_unchanged_by(trainer, batch, CheckpointError, match, lambda: trainer.load(path))  # noqa: B023
+        assert_unchanged_by(trainer, batch, CheckpointError, match, partial(trainer.load, path))
 
 
 def test_another_optimizers_state_is_refused(make_batch, tmp_path):

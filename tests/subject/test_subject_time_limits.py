@@ -89,10 +89,20 @@ def test_a_call_that_never_returns(loop, method, place):
     assert subject.call("answers") == "an answer"
 
 
+def test_a_method_that_hangs_again_and_again_is_not_called_any_more(loop):
+    subject = Subject(Hangs(), loop, Journal())
+    for _ in range(5):
+        with pytest.raises(TimedOut, match=r"\(--trainer-timeout\)$"):
+            subject.call("awaits")
+    with pytest.raises(TimedOut, match="5 times: it is not called again"):
+        subject.call("awaits")
+    assert subject.journal.calls == 5
+
+
 @pytest.mark.parametrize("method", ["leaves", "is_cancelled"])
 def test_exceptions_that_asyncio_treats_apart_are_the_trainers_failure(loop, method):
     subject = Subject(Hangs(), loop, Journal())
-    with pytest.raises(CallFailed, match="raised (SystemExit: 3|CancelledError)$"):  # noqa: RUF043
+    with pytest.raises(CallFailed, match=r"raised (SystemExit: 3|CancelledError)$"):
         subject.call(method)
     assert subject.call("answers") == "an answer"
 
@@ -165,6 +175,12 @@ def test_the_finding_says_timeout_and_where_and_the_run_goes_on(run_broken):
             "NOT CONFORMANT: 0 of 8 MUST held, 8 broke",
         ]
     )
+
+
+def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process(run_broken):
+    result = run_broken("LeavesStubbornTask")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["CONFORMANT in what was selected: 8 of 8 MUST held"])
 
 
 @pytest.mark.parametrize("name", ["BlocksInNativeCode", "HoldsInterpreterLock"])
