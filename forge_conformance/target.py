@@ -116,7 +116,11 @@ def resolve(name: str) -> Target:
         try:
             found = getattr(found, attribute)
         except AttributeError:
-            public = sorted(n for n in vars(found) if not n.startswith("_"))[:20]
+            public = sorted(
+                name
+                for name, value in vars(found).items()
+                if not name.startswith("_") and not inspect.ismodule(value)
+            )[:20]
             raise TargetError(
                 f"module {module_name!r} has no {attribute_path!r}; it has {', '.join(public)}"
             ) from None
