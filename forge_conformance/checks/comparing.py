@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from forge_conformance.effects import Effect
 from forge_conformance.finding import NotChecked, Undecided, broken, expect
 from forge_conformance.lab import Lab
 from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
-from forge_conformance.oracle.tolerance import Allowed, apart, tensors_apart
+from forge_conformance.oracle.tolerance import Allowed, apart, same_graph_error, tensors_apart
 from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.scenarios.losses import Witness, mean_nll
 from forge_conformance.subject import Program, Subject
@@ -138,22 +139,53 @@ def added(one: Effect, other: Effect) -> Effect:
     return Effect(total, from_gradients=True)
 
 
-def own_gradients(value: Tensor, parameters: Parameters) -> Tensors | None:
-    """The gradient of `value` by the kit's own call of autograd.
+@dataclass(frozen=True)
+class OwnGradients:
+    """A loss's gradient by the kit's own calls of autograd on the trainer's graph: two of them."""
+
+    first: Tensors
+    second: Tensors
+
+
+def own_gradients(value: Tensor, parameters: Parameters) -> OwnGradients | None:
+    """The gradient of `value` by the kit's own calls of autograd.
 
     None where it can't be had: the graph forbids it, or has other leaves than the parameters.
     """
     tensors = parameters.tensors
-    try:
+
+    def differentiated() -> Tensors:
         found = torch.autograd.grad(
             value, list(tensors.values()), retain_graph=True, allow_unused=True
         )
+        # An unused parameter has None, whatever the annotation says.
+        gradients: dict[str, Tensor | None] = dict(zip(tensors, found, strict=True))
+        return {name: copy_of(each) for name, each in gradients.items() if each is not None}
+
+    try:
+        first, second = differentiated(), differentiated()
     except RuntimeError:
         return None
-    # An unused parameter has None, whatever the annotation says.
-    gradients: dict[str, Tensor | None] = dict(zip(tensors, found, strict=True))
-    seen = {name: copy_of(each) for name, each in gradients.items() if each is not None}
-    return seen or None
+    return OwnGradients(first, second) if first else None
+
+
+def expect_own_gradients(
+    lab: Lab, subject: Subject, accumulated: Tensors, own: OwnGradients | None
+) -> None:
+    """Break the clause unless what was accumulated is the gradient that autograd gives here.
+
+    Parameters that autograd doesn't reach are passed over: their graph may be in pieces.
+    """
+    if own is None:
+        return
+    unscaled = without_loss_scale(lab, subject, accumulated, own.first)
+    for name, reference in own.first.items():
+        allowed = same_graph_error(reference.dtype, apart(own.second[name], reference))
+        if lab.target.loss_scale is not None:  # a scaled loss rounds otherwise
+            allowed = lab.gradients_allowed
+        seen = {name: unscaled[name]} if name in unscaled else {}
+        what = "the accumulated gradient is the loss's own, by autograd on the trainer's graph"
+        expect_same_tensors(seen, {name: reference}, what, allowed)
 
 
 def without_loss_scale(

@@ -15,11 +15,11 @@ from forge.api import TextTrainBatch
 from forge_conformance.checks.calling import attempt, calls
 from forge_conformance.checks.comparing import (
     added,
+    expect_own_gradients,
     expect_same_effect,
     expect_same_tensors,
     losses_of,
     own_gradients,
-    without_loss_scale,
 )
 from forge_conformance.checks.default_loss import (
     expect_all_counted_without_mask,
@@ -128,14 +128,7 @@ def the_custom_loss_is_differentiated(lab: Lab, batch: TextTrainBatch, loss: str
         seen=f"shape {seen['shape']}, requires_grad={seen['graph']}",
     )
     _expect_same_batch(seen["batch"], batch)
-    own = seen.get("gradients")
-    if own is not None:
-        expect_same_tensors(
-            without_loss_scale(lab, trainer, accumulated, own),
-            own,
-            "the accumulated gradient is that of the custom loss's value",
-            lab.gradients_allowed,
-        )
+    expect_own_gradients(lab, trainer, accumulated, seen.get("gradients"))
 
 
 @check("forward_backward.custom_loss_once", batch=batches(), loss=_custom_losses)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from forge.api import TextTrainBatch
 from forge_conformance.checks.comparing import (
+    OwnGradients,
+    expect_own_gradients,
     expect_same_effect,
     own_gradients,
     stacked,
@@ -274,12 +276,15 @@ _STREAM = 7
 def _gradient_with_a_past(
     lab: Lab, subject: Subject, parameters: Parameters, batch: TextTrainBatch, loss: Loss
 ) -> Tensors:
-    """The gradient of one call, after another one that was cleared; its loss scale taken out."""
-    own: Tensors = {}
+    """The gradient of one call, after another one that was cleared; its loss scale taken out.
+
+    It is compared with autograd's own, which finds what finite differences are too coarse for.
+    """
+    own: list[OwnGradients | None] = []
 
     def differentiated(outputs: dict[str, Any], given: TextTrainBatch) -> Tensor:
         value = loss(outputs, given)
-        own.update(own_gradients(value, parameters) or {})
+        own.append(own_gradients(value, parameters))
         return value
 
     other = make_batch(lab.domain, lab.domain.usual_shape, seed=11)
@@ -289,7 +294,9 @@ def _gradient_with_a_past(
     subject.forward_backward(batch, differentiated)
     gradients = parameters.gradients()
     subject.clear_gradients()
-    gradients = without_loss_scale(lab, subject, gradients, own)
+    reference = own[-1] if own else None
+    expect_own_gradients(lab, subject, gradients, reference)
+    gradients = without_loss_scale(lab, subject, gradients, reference.first if reference else {})
     return {name: gradient.double() for name, gradient in gradients.items()}
 
 

@@ -71,6 +71,20 @@ def gradients_error(dtype: torch.dtype, num_layers: int = 2) -> Allowed:
     return _relative(noise(dtype).gradients, dtype, "gradients", num_layers)
 
 
+def same_graph_error(dtype: torch.dtype, repeated: float) -> Allowed:
+    """For one tensor's gradient beside another one from the same autograd graph: relative.
+
+    Args:
+        dtype: Of the gradient.
+        repeated: How far apart two differentiations of that graph are.
+    """
+    return Allowed(
+        FACTOR * repeated + torch.finfo(dtype).eps,
+        f"relative: {FACTOR:g} times what differentiating the same graph twice differs by "
+        f"({repeated:.2g}) plus a unit in the last place of {_name(dtype)}",
+    )
+
+
 def _relative(measured: float, dtype: torch.dtype, what: str, num_layers: int) -> Allowed:
     deeper = max(1.0, math.sqrt(num_layers / 2))
     unit = torch.finfo(dtype).eps
