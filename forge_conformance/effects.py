@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
+from forge_conformance.finding import Undecided
 from forge_conformance.lab import Lab
+from forge_conformance.observe.exported import read_weights
 from forge_conformance.observe.parameters import Tensors
+from forge_conformance.oracle.optimizers import total_norm
 from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.subject import Program, Subject
 
@@ -20,15 +25,18 @@ class Effect:
         tensors: The gradients by parameter; or, where they can't be seen, by how much the next
             update moved the logits. Those without an entry are zero.
         from_gradients: Which of the two.
+        rounding: How far off the tensors may be by the rounding of weights that they were
+            computed from, relative.
     """
 
     tensors: Tensors
     from_gradients: bool
+    rounding: float = 0.0
 
     def times(self, factor: float) -> Effect:
         """The effect of `factor` times the loss."""
         scaled = {name: factor * tensor for name, tensor in self.tensors.items()}
-        return Effect(scaled, self.from_gradients)
+        return Effect(scaled, self.from_gradients, self.rounding)
 
     @property
     def empty(self) -> bool:
@@ -39,11 +47,15 @@ class Effect:
 def effects(lab: Lab, *programs: Program[Any]) -> list[Effect]:
     """What the calls of each program accumulate, each from an equal state with nothing pending.
 
-    Read from the gradients where they can be seen; else from the logits after the update that
-    follows.
+    Read from the gradients where they can be seen; else from the weights that the declared
+    variant with plain SGD exports before and after an update; else from the logits after the
+    update that follows.
     """
     if lab.sees_gradients and not lab.stochastic:
         return [_gradients_after(lab.trainer, lab, program) for program in programs]
+    by_export = not lab.sees_gradients and "sgd" in lab.target.variants
+    if by_export and not lab.stochastic:
+        return [_exported_after(lab.variant("sgd"), lab, program) for program in programs]
     look = _gradients_after if lab.sees_gradients else _update_after
     looks = [partial(look, lab=lab, program=program) for program in programs]
     return lab.run_each(lab.twins(len(programs)), looks)
@@ -55,6 +67,37 @@ def _gradients_after(subject: Subject, lab: Lab, program: Program[Any]) -> Effec
     gradients = parameters.gradients()
     subject.clear_gradients()
     return Effect(gradients, from_gradients=True)
+
+
+def _exported_after(subject: Subject, lab: Lab, program: Program[Any]) -> Effect:
+    """The gradients that moved the weights of a trainer with plain SGD."""
+
+    def exported() -> Tensors:
+        return read_weights(subject.save(path=str(lab.new_folder()), weights_only=True))
+
+    before = exported()
+    program(subject)
+    rate = subject.optim_step().learning_rate
+    after = exported()
+    if rate == 0:
+        raise Undecided("the learning rate of the variant with plain SGD is 0")
+    gradients = {
+        name: (weight.double() - after[name].double()) / rate
+        for name, weight in before.items()
+        if weight.is_floating_point() and name in after
+    }
+    total = total_norm(gradients)
+    rounding = max(
+        torch.finfo(before[name].dtype).eps / 2 * float(before[name].double().norm()) / rate
+        / ((float(gradient.norm()) + 0.01 * total) or 1.0)
+        for name, gradient in gradients.items()
+    )  # fmt: skip
+    if rounding > _MOST_ROUNDING:
+        raise Undecided("the exported weights are too coarse to show a gradient")
+    return Effect(gradients, from_gradients=True, rounding=rounding)
+
+
+_MOST_ROUNDING = 0.05
 
 
 def _update_after(subject: Subject, lab: Lab, program: Program[Any]) -> Effect:

@@ -22,6 +22,7 @@ from torch import Tensor
 from forge_conformance.checks.registry import Check
 from forge_conformance.finding import Broken, NotChecked, Undecided
 from forge_conformance.lab import Lab
+from forge_conformance.observe.precision import reduced_precision
 from forge_conformance.outcome import Finding, Outcome, Verdict
 from forge_conformance.subject import CallFailed, TimedOut, TrainerFault
 from forge_conformance.subject.stack import trainer_frames
@@ -63,6 +64,7 @@ def judge(check: Check, lab: Lab, profile: Profile, seed: int) -> Outcome:
         outcome = _outcome(trial, seed)
         lab.retire_others()
     outcome.advice = list(lab.advice)
+    outcome.reduced_precision = reduced_precision("cuda" if torch.cuda.is_initialized() else "cpu")
     outcome.examples = trial.examples
     outcome.seconds = time.perf_counter() - started
     outcome.calls = lab.journal.calls - calls

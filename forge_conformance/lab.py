@@ -21,6 +21,7 @@ from forge_conformance.finding import NotChecked, identical
 from forge_conformance.observe.graph import Graph, walk
 from forge_conformance.observe.parameters import Parameters
 from forge_conformance.oracle import tolerance
+from forge_conformance.oracle.tolerance import Arithmetic
 from forge_conformance.scenarios.batches import make_batch, make_ids
 from forge_conformance.scenarios.domain import Domain
 from forge_conformance.scenarios.losses import Witness, mean_nll
@@ -212,11 +213,23 @@ class Lab:
         )
 
     @cached_property
-    def num_layers(self) -> int:
-        """The depth that the trainer tells, for the tolerance rule; 2 where it tells none."""
-        values = getattr(self._scout.get_config(), "model_config", {})
+    def arithmetic(self) -> Arithmetic:
+        """What the trainer computes with: as found, and what it tells of depth and device."""
+        config = self._scout.get_config()
+        values = getattr(config, "model_config", {})
         told = values.get("num_layers") if isinstance(values, Mapping) else None
-        return told if isinstance(told, int) and told > 0 else 2
+        num_layers = told if isinstance(told, int) and told > 0 else 2
+        return Arithmetic(self.dtype, num_layers, self.device)
+
+    @cached_property
+    def device(self) -> str:
+        """The kind of device that the trainer tells, where there is one here; else "cpu"."""
+        parallelism = getattr(self._scout.get_config(), "parallelism", None)
+        with suppress(Exception):  # whatever is told may be junk
+            device = torch.device(getattr(parallelism, "device", "cpu"))
+            torch.empty(1, device=device)
+            return "cpu" if device.type == "meta" else device.type
+        return "cpu"
 
     @cached_property
     def graph(self) -> Graph | None:
@@ -267,12 +280,12 @@ class Lab:
     @property
     def logits_allowed(self) -> tolerance.Allowed:
         """How far apart logits may be that ought to be equal, by another order of arithmetic."""
-        return tolerance.logits_error(self.dtype, self.num_layers)
+        return tolerance.logits_error(self.arithmetic)
 
     @property
     def gradients_allowed(self) -> tolerance.Allowed:
         """The same for the gradient of one parameter."""
-        return tolerance.gradients_error(self.dtype, self.num_layers)
+        return tolerance.gradients_error(self.arithmetic)
 
     @property
     def repeats(self) -> bool:

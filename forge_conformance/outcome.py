@@ -48,6 +48,7 @@ class Outcome:
     Attributes:
         reason: Why it was not checked, why the break was expected, or the kit's own traceback.
         advice: What a SHOULD inside a MUST clause would have one do.
+        reduced_precision: The flags under which torch computed less precisely than in its dtypes.
         examples: How many inputs were tried.
         seconds, calls, call_seconds: Time for the whole check; calls of the trainer in it, and
             the time inside them.
@@ -58,6 +59,7 @@ class Outcome:
     finding: Finding | None = None
     reason: str = ""
     advice: list[str] = field(default_factory=list)
+    reduced_precision: list[str] = field(default_factory=list)
     examples: int = 0
     seconds: float = 0.0
     calls: int = 0

@@ -36,7 +36,8 @@ class Target:
         factory: Makes a trainer in its initial state; called for every trainer that the kit
             needs. A class, a function, or an async function.
         variants: Other factories of the same trainer by name. `"sgd"`: plain SGD without
-            clipping and with a constant rate, which shows what Adam hides.
+            clipping and with a constant rate, which shows what Adam hides; of a trainer in
+            another process, its exported weights show the gradients.
         optimizer: Builds the trainer's optimizer over other parameters: takes the parameters by
             name (as `parameters` gives them, else numbered in the order of the autograd graph;
             float64) and returns a `torch.optim.Optimizer`.

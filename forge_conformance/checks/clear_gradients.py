@@ -19,7 +19,7 @@ from forge_conformance.effects import effects
 from forge_conformance.finding import broken, expect, expect_same
 from forge_conformance.lab import Lab
 from forge_conformance.scenarios import failures
-from forge_conformance.scenarios.batches import batches
+from forge_conformance.scenarios.batches import batches, make_batch
 from forge_conformance.scenarios.losses import Loss, mean_nll, times
 from forge_conformance.subject import CallFailed, Program, Subject
 
@@ -88,13 +88,20 @@ def nothing_else_is_touched(lab: Lab, first: TextTrainBatch, second: TextTrainBa
     expect_same(with_clears, without, what, lab.run_allowed)
 
 
-_FAILURES = ("bad input", "loss raises", "backward raises", "backward raises late")
+_FAILURES = (
+    "bad input",
+    "loss raises",
+    "out of memory",
+    "out of memory in backward",
+    "backward raises late",
+)
 
 
 @check("clear_gradients.recovers", batch=batches())
 def a_failed_call_can_be_cleared_away(lab: Lab, batch: TextTrainBatch) -> None:
-    """What does a failed `forward_backward` leave that `clear_gradients` doesn't reset: a mode, a
-    context that was entered, hooks, a flag, gradients of some parameters?"""
+    """What does a failed `forward_backward` (memory that ran out, say) leave that
+    `clear_gradients` doesn't reset: a mode, a context that was entered, hooks, a flag, a smaller
+    batch size for good, gradients of some parameters?"""
     for failure in _FAILURES:
         _expect_recovery(lab, batch, failure)
 
@@ -148,10 +155,20 @@ def _failing(lab: Lab, batch: TextTrainBatch, failure: str) -> tuple[TextTrainBa
             return failures.bad_batches(lab.domain)["an input id equal to vocab_size"], None
         case "loss raises":
             return batch, failures.raising_loss
+        case "out of memory":
+            return _larger(lab, batch), failures.out_of_memory
+        case "out of memory in backward":
+            return _larger(lab, batch), failures.out_of_memory_in_backward
         case "backward raises late" if lab.graph is not None and lab.graph.readable:
             return batch, failures.breaking_backward_late()
         case _:
             return batch, failures.breaking_backward
+
+
+def _larger(lab: Lab, batch: TextTrainBatch) -> TextTrainBatch:
+    """One of twice as many rows, as what runs out of memory tends to be."""
+    rows, seq = batch.input_ids.shape
+    return make_batch(lab.domain, (2 * rows, seq)) if lab.domain.takes((2 * rows, seq)) else batch
 
 
 def _expect_failure(subject: Subject, batch: TextTrainBatch, loss_fn: Loss | None) -> None:

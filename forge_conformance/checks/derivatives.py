@@ -14,10 +14,28 @@ from torch import Tensor
 from forge_conformance.finding import broken, expect
 from forge_conformance.oracle import differences
 from forge_conformance.oracle.differences import Derivative
-from forge_conformance.oracle.tolerance import FACTOR, Allowed, change_of_loss, loss_noise
+from forge_conformance.oracle.tolerance import (
+    FACTOR,
+    Allowed,
+    Arithmetic,
+    change_of_loss,
+    loss_noise,
+)
 
 _REPEATS = 9
 """Directions that a suspicion is repeated with."""
+
+
+@dataclass(frozen=True)
+class Meter:
+    """How to read the loss at the weights as they are, and what it is computed with.
+
+    Where the trainer's forward pass can be made to run in float64, it is: in less precision
+    differences are too coarse for all but gross errors.
+    """
+
+    read: Callable[[], float]
+    arithmetic: Arithmetic
 
 
 @dataclass(frozen=True)
@@ -27,8 +45,13 @@ class Look:
     name: str
     weight: Tensor
     reported: Tensor | None
-    measure: Callable[[], float]
-    dtype: torch.dtype
+    meter: Meter
+    blur: float
+    """The 2-norm of what rounding may have added to a gradient, or taken from it."""
+
+    @property
+    def measure(self) -> Callable[[], float]:
+        return self.meter.read
 
     @property
     def gradient(self) -> Tensor:
@@ -42,7 +65,10 @@ class Look:
         direction = differences.along_gradient(self.gradient, seed)
         if direction is None:
             return None
-        change = part * change_of_loss(self.dtype, self.measure())
+        narrowest = max(
+            (self.meter.arithmetic.dtype, self.weight.dtype), key=lambda t: torch.finfo(t).eps
+        )
+        change = part * change_of_loss(narrowest, self.measure())
         return differences.along(self.measure, self.weight, direction, self.gradient, change)
 
     def repeated(
@@ -64,8 +90,15 @@ class Look:
 
     def suspicious(self, found: Derivative, allowed: Allowed) -> bool:
         """Whether rounding and curvature don't explain how far it is from the gradient."""
-        noise = loss_noise(self.dtype, self.measure())
-        return found.error > allowed.error + FACTOR * found.cut_off and found.change_apart > noise
+        noise = loss_noise(self.meter.arithmetic, self.measure())
+        limit = allowed.error + FACTOR * found.cut_off + self.blurred(found)
+        return found.error > limit and found.change_apart > noise
+
+    def blurred(self, found: Derivative) -> float:
+        """How far from the derivative rounding may have put the gradient, relative: a gradient
+        that ought to be zero consists of it."""
+        size = max(abs(found.measured), abs(found.reported))
+        return self.blur / size if size else 0.0
 
 
 def expect_right_along(look: Look, seed: int, allowed: Allowed) -> None:
@@ -79,14 +112,15 @@ def expect_right_along(look: Look, seed: int, allowed: Allowed) -> None:
         return
     typical = _median(found)
     scatter = statistics.median(abs(each.signed_error - typical.signed_error) for each in found)
-    limit = allowed.error + FACTOR * scatter
+    limit = allowed.error + FACTOR * scatter + look.blurred(typical)
     if typical.error <= limit or not _persists(look, seed, typical):
         return
     broken(
         expected=f"the derivative of the loss along {look.name}: {typical.measured:.6g}",
         seen=f"{typical.reported:.6g} by the accumulated gradient: {_ratio(typical)}",
         apart=f"relative {typical.error:.3g}, the median of {len(found)} directions; allowed "
-        f"{limit:.2g} ({allowed.why}, and as many times their scatter)",
+        f"{limit:.2g} ({allowed.why}, as many times their scatter, and a unit in the last place of "
+        "the whole gradient)",
     )
 
 
@@ -112,32 +146,40 @@ def expect_unmoved_where_zero(look: Look, seed: int) -> None:
     In proportion: an inactive unit or an expert that isn't chosen has no gradient either, and a
     long step may wake it.
     """
-    changes: list[list[float]] = [[] for _ in _STEPS]
+    narrow = torch.finfo(look.weight.dtype).eps > torch.finfo(torch.float32).eps
+    steps, least, most = (_NARROW_STEPS, 3, 5.5) if narrow else (_STEPS, 6, 11)
+    changes: list[list[float]] = [[] for _ in steps]
+    spread = 0.0
     for repeat in range(_REPEATS):
         step = differences.noise_where_zero(look.gradient, look.weight, seed + repeat)
         if step is None:
             return
-        for part, found in zip(_STEPS, changes, strict=True):
+        spread = step.norm().item() / math.sqrt(step.count_nonzero().item() or 1)
+        for part, found in zip(steps, changes, strict=True):
             found.append(abs(differences.change_between(look.measure, look.weight, part * step)))
         if not any(found[0] for found in changes):
             return
-    noise = loss_noise(look.dtype, look.measure())
+    noise = loss_noise(look.meter.arithmetic, look.measure())
+    noise += 2 * steps[-1] * spread * look.blur
     by_step = [statistics.median(found) for found in changes]
     in_proportion = by_step[-1] > noise and all(
-        6 < longer / shorter < 11 for longer, shorter in itertools.pairwise(by_step)
+        least < longer / shorter < most for longer, shorter in itertools.pairwise(by_step)
     )
     share = float((look.gradient == 0).double().mean())
     expect(
         not in_proportion,
         expected=f"the loss not to change with {look.name} where its gradient is zero "
         f"({share:.0%} of it)",
-        seen=f"a change of {by_step[0]:.3g} when it moves by a tenth, in proportion",
-        apart=f"by a 64th of that {by_step[-1]:.3g}; allowed {noise:.2g}, the noise of a loss in "
-        f"{look.dtype}",
+        seen=f"a change of {by_step[0]:.3g} when it moves by {steps[0] / 10:g} of its size, and "
+        "in proportion to shorter steps",
+        apart=f"by {steps[-1] / 10:.2g} of its size {by_step[-1]:.3g}; allowed {noise:.2g}, the "
+        f"noise of a loss in {look.meter.arithmetic.name} and of such a gradient",
     )
 
 
 _STEPS = (1.0, 1 / 8, 1 / 64)
+_NARROW_STEPS = (4.0, 1.0, 1 / 4)
+"""For weights that shorter steps wouldn't move."""
 
 
 def _ratio(found: Derivative) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from forge_conformance.checks.comparing import (
 )
 from forge_conformance.checks.derivatives import (
     Look,
+    Meter,
     expect_right_along,
     expect_unmoved_where_zero,
 )
@@ -38,12 +40,22 @@ from forge_conformance.finding import (
     identical,
 )
 from forge_conformance.lab import Lab
+from forge_conformance.observe.exact import in_float64
 from forge_conformance.observe.exported import scaled_copy
-from forge_conformance.observe.parameters import Parameters, Tensors, local_part
+from forge_conformance.observe.parameters import (
+    LARGEST,
+    Parameters,
+    Tensors,
+    local_part,
+    part_of,
+)
 from forge_conformance.oracle.losses import loss_value
+from forge_conformance.oracle.optimizers import total_norm
 from forge_conformance.oracle.tolerance import (
+    Allowed,
     apart,
     derivative_error,
+    gradient_along_error,
     logits_error,
     training_error,
     value_error,
@@ -80,10 +92,11 @@ def the_gradient_is_the_derivative_of_the_loss(
     kept in low precision."""
     trainer = lab.trainer
     parameters = lab.parameters(trainer)
-    measure = _loss_meter(lab, trainer, batch, _LOSSES[loss])
+    meter = _loss_meter(lab, trainer, batch, _LOSSES[loss])
     gradients = _gradient_with_a_past(lab, trainer, parameters, batch, _LOSSES[loss])
+    blur = lab.arithmetic.unit * total_norm(gradients)
     looks = [
-        Look(name, local_part(weight), gradients.get(name), measure, lab.dtype)
+        Look(name, weight, gradients.get(name), meter, blur)
         for name, weight in _some_of(parameters.tensors, seed).items()
     ]
     first = {look.name: look.derivative(seed) for look in looks}
@@ -92,7 +105,8 @@ def the_gradient_is_the_derivative_of_the_loss(
         raise Undecided("the loss doesn't move along any parameter")
     if all(found.measured == 0 for found in decided):
         raise NotChecked("moving the parameters found doesn't move the loss", Need.IN_PROCESS)
-    allowed = derivative_error(lab.dtype, lab.num_layers)
+    wide = meter.arithmetic != lab.arithmetic
+    allowed = (gradient_along_error if wide else derivative_error)(lab.arithmetic)
     for look in looks:
         found = first[look.name]
         if found is not None and look.suspicious(found, allowed):
@@ -173,6 +187,7 @@ def another_trainer_computes_the_same(lab: Lab) -> None:
     mine, theirs = lab.fresh(), lab.other()
     dtypes = (lab.dtype, lab.dtype_of(lab.other(), lab.against or lab.target))
     dtype = max(dtypes, key=lambda each: torch.finfo(each).eps)
+    arithmetic = replace(lab.arithmetic, dtype=dtype)
     _share_weights(lab, mine, theirs)
     batch_of = functools.partial(
         make_batch, lab.domain, lab.domain.usual_shape, weights="fractional"
@@ -180,15 +195,13 @@ def another_trainer_computes_the_same(lab: Lab) -> None:
     for seed in range(3):
         ids = batch_of(seed).input_ids
         what = f"the logits of {_against(lab)} with the same weights (batch {seed})"
-        expect_same(
-            mine.forward(ids), theirs.forward(ids), what, logits_error(dtype, lab.num_layers)
-        )
+        expect_same(mine.forward(ids), theirs.forward(ids), what, logits_error(arithmetic))
     if lab.stochastic:
         raise NotChecked("dropout: losses of the two differ by its random streams")
     for update in range(_UPDATES_IN_PARITY):
         batch = batch_of(update)
         own, other = (subject.forward_backward(batch).loss for subject in (mine, theirs))
-        allowed = training_error(dtype, update, lab.num_layers)
+        allowed = training_error(arithmetic, update)
         unit = torch.finfo(dtype).eps * max(abs(other), 1e-30)
         expect(
             abs(own - other) <= allowed.error * abs(other),
@@ -245,16 +258,27 @@ def _use_of_context(lab: Lab, subject: Subject) -> float:
     return apart(subject.forward(first)[:, -1], subject.forward(second)[:, -1])
 
 
-def _loss_meter(
-    lab: Lab, subject: Subject, batch: TextTrainBatch, loss: Loss
-) -> Callable[[], float]:
-    """How to read the loss at the weights as they are, in float64.
+def _loss_meter(lab: Lab, subject: Subject, batch: TextTrainBatch, loss: Loss) -> Meter:
+    """How to read the loss at the weights as they are.
 
     Raises:
         NotChecked: Its dropout can't be held still.
     """
+
+    def logits() -> Tensor:
+        return subject.forward(batch.input_ids)
+
+    def wide_logits() -> Tensor:
+        return in_float64(logits)
+
     if not lab.stochastic:
-        return lambda: loss_value(loss, subject.forward(batch.input_ids), batch).exact
+        narrow = lab.arithmetic.unit > torch.finfo(torch.float32).eps
+        wide = narrow and _is_wide(wide_logits, logits(), lab.logits_allowed)
+        read = wide_logits if wide else logits
+        return Meter(
+            lambda: loss_value(loss, read(), batch).exact,
+            replace(lab.arithmetic, dtype=torch.float64) if wide else lab.arithmetic,
+        )
 
     def with_the_same_dropout() -> Tensor:
         witness = Witness(loss)
@@ -267,7 +291,17 @@ def _loss_meter(
 
     if not identical(with_the_same_dropout(), with_the_same_dropout()):
         raise NotChecked("dropout draws from a random stream of its own, which can't be held still")
-    return lambda: loss_value(loss, with_the_same_dropout(), batch).exact
+    return Meter(lambda: loss_value(loss, with_the_same_dropout(), batch).exact, lab.arithmetic)
+
+
+def _is_wide(compute: Callable[[], Tensor], narrow: Tensor, allowed: Allowed) -> bool:
+    """Whether logits come out in float64, and else as the trainer's own."""
+    try:
+        wide = compute()
+    except CallFailed:  # an operation has no kernel for float64
+        return False
+    rounded = wide.float().double()
+    return not identical(rounded, wide.double()) and apart(wide, narrow) <= allowed.error
 
 
 _STREAM = 7
@@ -301,9 +335,15 @@ def _gradient_with_a_past(
 
 
 def _some_of(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    names = sorted(tensors)
+    """What is read of some parameters, as views that change them."""
+    local = {name: local_part(tensor) for name, tensor in tensors.items()}
+    names = sorted(
+        name
+        for name, tensor in local.items()
+        if tensor.is_contiguous() or tensor.numel() <= LARGEST
+    )
     random.Random(seed).shuffle(names)
-    return {name: tensors[name] for name in names[:_MOST_TENSORS]}
+    return {name: part_of(local[name].detach()) for name in names[:_MOST_TENSORS]}
 
 
 def _split(batch: TextTrainBatch, rows: int) -> list[TextTrainBatch]:

@@ -1,13 +1,63 @@
-"""Exported weights on disk: reading and changing them without unpickling anything."""
+"""Saved files read, and exported weights changed, without unpickling anything that could run."""
 
 from __future__ import annotations
 
+import pickle
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from forge_conformance.contract import Need
 from forge_conformance.finding import NotChecked
+from forge_conformance.observe.parameters import Tensors
 
-_UNUSED_CONTEXT = "logits hardly depend on earlier tokens, so that wrong attention would hide"
+_DCP_METADATA = ".metadata"
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
+
+class Unreadable(Exception):
+    """A file can't be read without unrestricted unpickling, or not at all; the message says why."""
+
+
+def read_weights(saved: str) -> Tensors:
+    """All tensors of exported weights by name: safetensors, else a distributed checkpoint, else
+    what `torch.load(weights_only=True)` reads.
+
+    Args:
+        saved: What `save(weights_only=True)` returned: a file or a folder.
+
+    Raises:
+        NotChecked: There are none, or they can't be read safely.
+    """
+    path = Path(saved)
+    if not path.exists():
+        raise NotChecked("the exported weights aren't on this machine", Need.LOCAL_FILES)
+    files = files_of(path)
+    readers: list[tuple[Sequence[Path], Callable[[Path], Tensors]]] = [
+        ([file for file in files if file.suffix == ".safetensors"], _read_safetensors),
+        ([file for file in files if file.name == _DCP_METADATA], _read_distributed),
+        ([file for file in files if file.suffix in _TORCH or file == path], _read_torch),
+    ]
+    try:
+        for matching, read in readers:
+            if matching:
+                return {
+                    f"{file.name} {name}" if len(matching) > 1 else name: tensor
+                    for file in matching
+                    for name, tensor in read(file).items()
+                }
+    except Unreadable as error:
+        raise NotChecked(f"the exported weights can't be read: {error}") from None
+    raise NotChecked("the exported weights are in no format that can be read safely")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint, which is a file or a folder, in the order of their names."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def scaled_copy(saved: str, folder: Path, factor: float) -> str:
@@ -20,28 +70,119 @@ def scaled_copy(saved: str, folder: Path, factor: float) -> str:
     Raises:
         NotChecked: The weights aren't in safetensors files, or nothing here can write these.
     """
+
+    def scaled(tensors: Tensors) -> Tensors:
+        return {
+            n: t * factor if t.dim() > 1 and t.is_floating_point() else t
+            for n, t in tensors.items()
+        }
+
+    return changed_copy(saved, folder, scaled)
+
+
+def changed_copy(saved: str, folder: Path, change: Callable[[Tensors], Tensors]) -> str:
+    """A copy of exported weights with the tensors of each file changed.
+
+    Raises:
+        NotChecked: The weights aren't in safetensors files, or nothing here can write these.
+    """
     source = Path(saved)
     copy = folder / source.name
     if source.is_dir():
         shutil.copytree(source, copy)
-        files = sorted(copy.rglob("*.safetensors"))
     else:
         shutil.copy2(source, copy)
-        files = [copy] if copy.suffix == ".safetensors" else []
+    files = [file for file in files_of(copy) if file.suffix == ".safetensors"]
     if not files:
-        raise NotChecked(f"{_UNUSED_CONTEXT}, and weights that aren't safetensors can't be scaled")
-    try:
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-    except ImportError:
-        raise NotChecked(f"{_UNUSED_CONTEXT}; install safetensors to scale the weights") from None
+        raise NotChecked("exported weights that aren't safetensors can't be changed for a test")
     for file in files:
+        try:
+            from safetensors import safe_open
+            from safetensors.torch import save_file
+        except ImportError:
+            raise NotChecked("install safetensors, to change exported weights for a test") from None
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
-            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
-        scaled = {
-            n: t * factor if t.dim() > 1 and t.is_floating_point() else t
-            for n, t in tensors.items()
-        }
-        save_file(scaled, file, metadata=metadata)
+        save_file(change(_read_safetensors(file)), file, metadata=metadata)
     return str(copy)
+
+
+def _read_safetensors(file: Path) -> Tensors:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise Unreadable("safetensors isn't installed") from None
+    try:
+        return load_file(file)
+    except Exception as error:
+        raise Unreadable(f"{file.name}: {error}") from error
+
+
+def _read_torch(file: Path) -> Tensors:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise Unreadable(f"{file.name}: {str(error).splitlines()[0]}") from error
+    return dict(_tensors_in(content, ""))
+
+
+def _tensors_in(content: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(content, Tensor):
+        yield path or "tensor", content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _tensors_in(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(content, list | tuple):
+        for index, value in enumerate(content):
+            yield from _tensors_in(value, f"{path}[{index}]")
+
+
+def _read_distributed(metadata_file: Path) -> Tensors:
+    """The tensors of a checkpoint of torch.distributed.checkpoint; what else it holds is pickled,
+    and left out."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return metadata
+
+    try:
+        with metadata_file.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        load(tensors, storage_reader=Reader(metadata_file.parent), no_dist=True)
+    except BaseException as error:  # its own errors are no `Exception`s
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise Unreadable(f"{metadata_file.name}: {type(error).__name__}: {error}") from error
+    return tensors
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes what the metadata of a distributed checkpoint consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (
+            module == "torch.distributed.checkpoint.metadata"
+            or (module, name) in _METADATA_PARTS
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        ):
+            return super().find_class(module, name)
+        raise Unreadable(f"its metadata needs {module}.{name}, which only unpickling can make")
+
+
+_METADATA_PARTS = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+}

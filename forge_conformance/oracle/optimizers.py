@@ -35,16 +35,29 @@ class Replay:
         self.clip_norm = clip_norm
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def step(self, gradients: Mapping[str, Tensor], learning_rate: float) -> Tensors:
+    def step(
+        self,
+        gradients: Mapping[str, Tensor],
+        learning_rate: float,
+        norm: float | None = None,
+    ) -> Tensors:
         """Update with the gradients at the rate of the first parameter group; the new weights.
 
         Other groups keep their rate's ratio to the first one's.
+
+        Args:
+            norm: The total 2-norm of all gradients, where these are not all.
         """
         for name, parameter in self.parameters.items():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         if math.isfinite(self.clip_norm):
-            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.clip_norm)
+            parameters = list(self.parameters.values())
+            if norm is None:
+                torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+            else:
+                total = torch.tensor(norm, dtype=torch.float64)
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, total)
         first = self._base_rates[0] or 1.0
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = learning_rate * base / first

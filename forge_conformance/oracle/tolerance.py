@@ -5,7 +5,9 @@ the error against it may be `FACTOR` times the error of the plain PyTorch comput
 trainer's own dtype, plus `ULPS` units in the last place. Where none is known (the logits of a
 model that the kit has never seen), the plain computation is a small causal transformer of the
 kit's own, run in that dtype and in float64: its relative error is the noise that honest arithmetic
-in that dtype makes. The candidate's own noise is never the measure.
+in that dtype makes. It runs on the trainer's kind of device and with torch's flags as they are, so
+that reduced precision which these allow (TF32, say) is measured too. The candidate's own noise is
+never the measure.
 """
 
 from __future__ import annotations
@@ -37,10 +39,38 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """The relative Frobenius error of a plain computation in `dtype` against float64."""
+class Arithmetic:
+    """What a trainer computes with.
+
+    Args:
+        dtype: The lowest precision that takes part.
+        num_layers: The depth of the model, through which errors add up.
+        device: The kind of device, as `torch.device.type` names it.
+    """
 
     dtype: torch.dtype
+    num_layers: int = 2
+    device: str = "cpu"
+
+    @property
+    def deeper(self) -> float:
+        """How much larger errors are than in the plain transformer, which has two layers."""
+        return max(1.0, math.sqrt(self.num_layers / 2))
+
+    @property
+    def unit(self) -> float:
+        return torch.finfo(self.dtype).eps
+
+    @property
+    def name(self) -> str:
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{_name(self.dtype)}{where}"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The relative Frobenius error of a plain computation against float64."""
+
     logits: float
     gradients: float
 
@@ -61,14 +91,14 @@ def value_error(exact: float, plain: float, dtype: torch.dtype, scale: float = 0
     )
 
 
-def logits_error(dtype: torch.dtype, num_layers: int = 2) -> Allowed:
+def logits_error(arithmetic: Arithmetic) -> Allowed:
     """For logits (or anything computed like them) that ought to be equal: relative Frobenius."""
-    return _relative(noise(dtype).logits, dtype, "logits", num_layers)
+    return _relative(noise(arithmetic.dtype, arithmetic.device).logits, arithmetic, "logits")
 
 
-def gradients_error(dtype: torch.dtype, num_layers: int = 2) -> Allowed:
+def gradients_error(arithmetic: Arithmetic) -> Allowed:
     """For the gradient of one tensor that ought to be equal: relative Frobenius."""
-    return _relative(noise(dtype).gradients, dtype, "gradients", num_layers)
+    return _relative(noise(arithmetic.dtype, arithmetic.device).gradients, arithmetic, "gradients")
 
 
 def same_graph_error(dtype: torch.dtype, repeated: float) -> Allowed:
@@ -85,19 +115,18 @@ def same_graph_error(dtype: torch.dtype, repeated: float) -> Allowed:
     )
 
 
-def _relative(measured: float, dtype: torch.dtype, what: str, num_layers: int) -> Allowed:
-    deeper = max(1.0, math.sqrt(num_layers / 2))
-    unit = torch.finfo(dtype).eps
+def _relative(measured: float, arithmetic: Arithmetic, what: str) -> Allowed:
+    expected = measured * arithmetic.deeper
     return Allowed(
-        FACTOR * measured * deeper + ULPS * unit,
-        f"relative: {FACTOR:g} times the error of a plain transformer's {what} in {_name(dtype)} "
-        f"({measured * deeper:.2g}) plus {ULPS:g} units in the last place",
+        FACTOR * expected + ULPS * arithmetic.unit,
+        f"relative: {FACTOR:g} times the error of a plain transformer's {what} in "
+        f"{arithmetic.name} ({expected:.2g}) plus {ULPS:g} units in the last place",
     )
 
 
 def apart(seen: Tensor, expected: Tensor) -> float:
     """The relative Frobenius distance of two tensors; infinite where one isn't finite."""
-    left, right = seen.double(), expected.double()
+    left, right = seen.to("cpu", torch.float64), expected.to("cpu", torch.float64)
     if torch.equal(left, right):
         return 0.0
     difference = torch.linalg.vector_norm(left - right).item()
@@ -133,30 +162,30 @@ def _norm(tensor: Tensor) -> float:
 
 
 @functools.cache
-def noise(dtype: torch.dtype) -> Noise:
+def noise(dtype: torch.dtype, device: str = "cpu") -> Noise:
     """The noise of `dtype`, measured on the plain transformer at several scales of its weights."""
     if dtype == torch.float64:
         single = noise(torch.float32)
         finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        return Noise(dtype, single.logits * finer, single.gradients * finer)
+        return Noise(single.logits * finer, single.gradients * finer)
     logits = gradients = 0.0
     for scale in _WEIGHT_SCALES:
-        exact, rounded = _Plain(torch.float64, scale), _Plain(dtype, scale)
+        exact, rounded = _Plain(torch.float64, scale), _Plain(dtype, scale, device=device)
         logits = max(logits, apart(rounded.logits(), exact.logits()))
         for mine, theirs in zip(rounded.gradients(), exact.gradients(), strict=True):
             gradients = max(gradients, apart(mine, theirs))
-    return Noise(dtype, logits, gradients)
+    return Noise(logits, gradients)
 
 
 @functools.cache
-def derivative_noise(dtype: torch.dtype) -> float:
+def derivative_noise(dtype: torch.dtype, device: str = "cpu") -> float:
     """The relative error of central differences on the plain transformer computing in `dtype`.
 
     The gradient is the float64 one of the same weights: what is off is the differences' own part,
     rounding and curvature, and what an honest gradient in `dtype` is off by.
     """
     return max(
-        _Plain(dtype, scale, shape).worst_derivative(loss, part)
+        _Plain(dtype, scale, shape, device).worst_derivative(loss, part)
         for scale in _WEIGHT_SCALES
         for shape in ((2, 16), (1, 4))
         for loss in (_cross_entropy, _every_logit)
@@ -165,27 +194,22 @@ def derivative_noise(dtype: torch.dtype) -> float:
 
 
 @functools.cache
-def training_noise(dtype: torch.dtype, updates: int) -> tuple[float, ...]:
+def training_noise(dtype: torch.dtype, updates: int, device: str = "cpu") -> tuple[float, ...]:
     """The relative error of the plain transformer's loss before each of several updates by AdamW,
     computing in `dtype` against float64; never falling."""
     worst = [0.0] * updates
     for scale in _WEIGHT_SCALES:
         exact = _Plain(torch.float64, scale).losses_of_training(updates)
-        rounded = _Plain(dtype, scale).losses_of_training(updates)
+        rounded = _Plain(dtype, scale, device=device).losses_of_training(updates)
         errors = [abs(r - e) / abs(e) for r, e in zip(rounded, exact, strict=True)]
         worst = [max(pair) for pair in zip(worst, errors, strict=True)]
     return tuple(itertools.accumulate(worst, max))
 
 
-def training_error(dtype: torch.dtype, updates: int, num_layers: int = 2) -> Allowed:
+def training_error(arithmetic: Arithmetic, updates: int) -> Allowed:
     """For the losses of two trainers after so many equal updates: relative."""
-    deeper = max(1.0, math.sqrt(num_layers / 2))
-    measured = training_noise(dtype, updates + 1)[-1] * deeper
-    return Allowed(
-        FACTOR * measured + ULPS * torch.finfo(dtype).eps,
-        f"relative: {FACTOR:g} times the error of a plain transformer's loss after as many "
-        f"updates in {_name(dtype)} ({measured:.2g}) plus {ULPS:g} units in the last place",
-    )
+    measured = training_noise(arithmetic.dtype, updates + 1, arithmetic.device)[-1]
+    return _relative(measured, arithmetic, f"loss after {updates} updates")
 
 
 def change_of_loss(dtype: torch.dtype, loss: float) -> float:
@@ -197,20 +221,49 @@ def change_of_loss(dtype: torch.dtype, loss: float) -> float:
     return math.cbrt(torch.finfo(dtype).eps) / 3 * max(abs(loss), 1.0)
 
 
-def loss_noise(dtype: torch.dtype, loss: float) -> float:
-    """The absolute error of a loss of this size that is computed in `dtype`."""
-    return FACTOR * noise(dtype).logits * max(abs(loss), 1.0)
+def loss_noise(arithmetic: Arithmetic, loss: float) -> float:
+    """The absolute error of a loss of this size that is computed with `arithmetic`."""
+    return FACTOR * noise(arithmetic.dtype, arithmetic.device).logits * max(abs(loss), 1.0)
 
 
-def derivative_error(dtype: torch.dtype, num_layers: int = 2) -> Allowed:
+def derivative_error(arithmetic: Arithmetic) -> Allowed:
     """For a directional derivative and the reported gradient along it: relative."""
-    deeper = max(1.0, math.sqrt(num_layers / 2))
-    measured = derivative_noise(dtype) * deeper
+    measured = derivative_noise(arithmetic.dtype, arithmetic.device) * arithmetic.deeper
     return Allowed(
         FACTOR * measured,
         f"relative: {FACTOR:g} times the error of central differences on a plain transformer in "
-        f"{_name(dtype)} ({measured:.2g})",
+        f"{arithmetic.name} ({measured:.2g})",
     )
+
+
+def gradient_along_error(arithmetic: Arithmetic) -> Allowed:
+    """For the derivative along a direction in float64 and a gradient computed with `arithmetic`:
+    relative."""
+    measured = gradient_noise_along(arithmetic.dtype, arithmetic.device)
+    return _relative(measured, arithmetic, "gradient along a direction")
+
+
+@functools.cache
+def gradient_noise_along(dtype: torch.dtype, device: str = "cpu") -> float:
+    """The relative error of the plain transformer's gradient along directions near to it."""
+    worst = 0.0
+    for scale, shape in itertools.product(_WEIGHT_SCALES, ((2, 16), (1, 4))):
+        exact, rounded = (
+            _Plain(torch.float64, scale, shape),
+            _Plain(dtype, scale, shape, device),
+        )
+        for loss in (_cross_entropy, _every_logit):
+            pairs = zip(rounded.gradients(loss), exact.gradients(loss), strict=True)
+            worst = max(worst, *(_apart_along(mine.cpu().double(), true) for mine, true in pairs))
+    return worst
+
+
+def _apart_along(gradient: Tensor, exact: Tensor) -> float:
+    direction = differences.along_gradient(gradient, seed=0)
+    if direction is None:
+        return 0.0
+    slope = float((exact * direction).sum())
+    return abs(float((gradient * direction).sum()) / slope - 1) if slope else 0.0
 
 
 _PlainLoss = Callable[[Tensor, Tensor], Tensor]
@@ -229,12 +282,18 @@ class _Plain:
 
     width, heads, vocab = 64, 4, 64
 
-    def __init__(self, dtype: torch.dtype, scale: float, shape: tuple[int, int] = (2, 16)) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        scale: float,
+        shape: tuple[int, int] = (2, 16),
+        device: str = "cpu",
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def weight(rows: int, columns: int) -> Tensor:
             values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-            values = (values * scale / math.sqrt(columns)).bfloat16().to(dtype)
+            values = (values * scale / math.sqrt(columns)).bfloat16().to(device, dtype)
             return values.requires_grad_()
 
         width = self.width
@@ -245,11 +304,11 @@ class _Plain:
             for _ in range(2)
         ]  # fmt: skip
         self.weights = [self.embedding, self.head, *itertools.chain(*self.layers)]
-        self.ids = torch.randint(self.vocab, shape, generator=generator)
-        self.targets = torch.randint(self.vocab, shape, generator=generator)
+        self.ids = torch.randint(self.vocab, shape, generator=generator).to(device)
+        self.targets = torch.randint(self.vocab, shape, generator=generator).to(device)
 
     def logits(self) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(self.ids.device.type, enabled=False):
             hidden = self.embedding[self.ids]
             for layer in self.layers:
                 hidden = self._layer(hidden, *layer)

@@ -110,6 +110,13 @@ class Summary:
         return clause_id
 
     @property
+    def reduced_precision(self) -> list[str]:
+        """The flags under which torch computed less precisely than in its dtypes, each once."""
+        return list(
+            dict.fromkeys(f for outcome in self.outcomes for f in outcome.reduced_precision)
+        )
+
+    @property
     def status(self) -> Status:
         says_something = self.of(
             Verdict.HELD, Verdict.BROKE, Verdict.EXPECTED, Verdict.UNEXPECTEDLY_HELD

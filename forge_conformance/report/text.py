@@ -86,6 +86,7 @@ def verdict_lines(summary: Summary, timing: bool = False) -> Iterator[str]:
     )
     yield from _section("advice", _advice_lines(summary))
     yield from _section("not checked", _by_reason(summary.of(Verdict.NOT_CHECKED)))
+    yield from _section("computed in reduced precision", summary.reduced_precision)
     if timing:
         yield from _section("time", _timing_lines(summary))
     yield ""

@@ -40,6 +40,23 @@ def breaking_backward(outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
     return mean_nll({"logits": broken}, batch)
 
 
+def out_of_memory(outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
+    """A loss for which the device of the logits has not memory enough."""
+    logits: Tensor = outputs["logits"]
+    return logits.mean() + _too_much(logits).sum()
+
+
+def out_of_memory_in_backward(outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
+    """A sound loss for whose backward pass the device of the logits has not memory enough."""
+    hungry: Tensor = _NeedsTooMuchInBackward.apply(outputs["logits"])  # type: ignore[no-untyped-call]
+    return mean_nll({"logits": hungry}, batch)
+
+
+def _too_much(like: Tensor) -> Tensor:
+    """More memory than any device has: its allocator raises its own error at once."""
+    return like.new_empty(2**52)
+
+
 def breaking_backward_late() -> Loss:
     """A sound loss whose backward pass raises when half of the gradients have been computed.
 
@@ -67,6 +84,16 @@ class _RaisesInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise DeliberateError("raised on purpose inside backward")
+
+
+class _NeedsTooMuchInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] + _too_much(gradients[0])[: gradients[0].numel()]
 
 
 def names_the_cause(error: BaseException) -> bool:

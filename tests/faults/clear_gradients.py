@@ -208,6 +208,36 @@ class TrainsOnTheFailedBatch(KeepsTheFailedBatch):
     pass
 
 
+@faulty("clear_gradients.recovers", "once memory has run out, batches are halved for good")
+class HalvesBatchesForGood(PlainTrainer):
+    halves = False
+
+    def _loss(self, logits: Tensor, batch: TextTrainBatch, loss_fn: LossFn | None) -> Tensor:
+        rows = len(logits) // 2 or 1
+        if self.halves:
+            logits, batch = logits[:rows], first_rows(batch, rows)
+        try:
+            return super()._loss(logits, batch, loss_fn)
+        except RuntimeError as error:
+            self.halves = "allocate" in str(error)
+            raise
+
+
+def first_rows(batch: TextTrainBatch, rows: int) -> TextTrainBatch:
+    parts = (batch.input_ids, batch.target_ids, batch.target_mask, batch.target_weights)
+    return TextTrainBatch(*(None if part is None else part[:rows] for part in parts))
+
+
+@faulty("clear_gradients.recovers", "what memory ran out for is skipped without a word")
+class SkipsWhatIsTooLarge(PlainTrainer):
+    def _backward(self, loss: Tensor) -> None:
+        try:
+            super()._backward(loss)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+
+
 @faulty("clear_gradients.recovers", "each failure halves a scale that nobody takes out again (B52)")
 class BacksOffForGood(PlainTrainer):
     scale = 1.0

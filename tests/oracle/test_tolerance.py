@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forge_conformance.oracle.tolerance import (
+    Arithmetic,
     apart,
     gradients_error,
     logits_error,
@@ -26,7 +27,7 @@ def test_noise_is_of_the_size_of_the_dtypes_unit(dtype: torch.dtype) -> None:
 
 
 def test_a_wider_dtype_is_allowed_less() -> None:
-    double, single, half = torch.float64, torch.float32, torch.bfloat16
+    double, single, half = map(Arithmetic, (torch.float64, torch.float32, torch.bfloat16))
     assert logits_error(double).error < logits_error(single).error < logits_error(half).error
     assert gradients_error(single).error < 1e-4
 
@@ -34,13 +35,13 @@ def test_a_wider_dtype_is_allowed_less() -> None:
 def test_a_reordered_sum_passes_and_one_percent_does_not() -> None:
     values = torch.randn(100, 64)
     reordered = values.flip(0).sum(0)
-    allowed = logits_error(torch.float32).error
+    allowed = logits_error(Arithmetic(torch.float32)).error
     assert apart(reordered, values.sum(0)) <= allowed
     assert apart(1.01 * reordered, values.sum(0)) > allowed
 
 
 def test_a_deeper_model_is_allowed_more() -> None:
-    shallow, deep = (logits_error(torch.float32, layers).error for layers in (2, 32))
+    shallow, deep = (logits_error(Arithmetic(torch.float32, layers)).error for layers in (2, 32))
     assert shallow < deep < 8 * shallow
 
 

@@ -21,6 +21,12 @@ def summary(*verdicts, strict=False, clauses=(FIELDS, STATIC, COMMON_KEYS)):
     return Summary("a:T", outcomes, clauses, strict)
 
 
+def test_reduced_precision_is_told_once_however_many_checks_saw_it():
+    flag = "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
+    outcomes = [Outcome(each, HELD, reduced_precision=[flag]) for each in (FIELDS, STATIC)]
+    assert Summary("a:T", outcomes, (FIELDS, STATIC)).reduced_precision == [flag]
+
+
 @pytest.mark.parametrize(
     ("verdicts", "status", "sentence"),
     [
