@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import random
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from forge_conformance.scenarios.batches import make_batch, make_ids
 from forge_conformance.scenarios.domain import Domain
 from forge_conformance.scenarios.losses import Witness, mean_nll
 from forge_conformance.subject import CallTimedOut, Journal, Loop, Program, Subject, TrainerFault
+from forge_conformance.subject.elsewhere import Elsewhere
 from forge_conformance.subject.faults import brief_error
 from forge_conformance.subject.stack import trainer_frames
 from forge_conformance.target import Factory, Target, TargetError
@@ -297,6 +299,14 @@ class Lab:
         """How far apart the logits of two equal runs may be; None: they are equal bitwise."""
         return None if self.repeats else self.logits_allowed
 
+    @property
+    def rerun_allowed(self) -> tolerance.Allowed | None:
+        """The same, where no twins can be had: within the tolerance of the dtype then."""
+        try:
+            return self.run_allowed
+        except NotChecked:
+            return self.logits_allowed
+
     @cached_property
     def unmoved_allowed(self) -> tolerance.Allowed | None:
         """How far apart logits may be between which nothing has changed; None: equal bitwise."""
@@ -470,6 +480,26 @@ class Lab:
         folder = Path(self._folder.name) / str(self._folders)
         folder.mkdir()
         return folder
+
+    @contextmanager
+    def working_folder(self) -> Iterator[Path]:
+        """A new empty folder, which the process works in meanwhile: default folders lie there."""
+        before = Path.cwd()
+        folder = self.new_folder()
+        os.chdir(folder)
+        try:
+            yield folder
+        finally:
+            os.chdir(before)
+
+    @cached_property
+    def elsewhere(self) -> Elsewhere:
+        """Processes of their own.
+
+        Raises:
+            NotChecked: Another process can't make this trainer.
+        """
+        return Elsewhere(self.target.source, self.loop.timeout)
 
     def advise(self, text: str) -> None:
         """Note a SHOULD that a MUST clause contains and that the trainer doesn't keep."""

@@ -8,8 +8,9 @@ import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -76,6 +77,8 @@ class Target:
     loss_scale: Callable[[Any], float] | None = None
     expected_failures: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+    source: str = ""
+    """The `module:Name` that it was found by, and by which another process finds it again."""
 
     def __post_init__(self) -> None:
         if not callable(self.factory):
@@ -125,15 +128,24 @@ def resolve(name: str) -> Target:
             raise TargetError(
                 f"module {module_name!r} has no {attribute_path!r}; it has {', '.join(public)}"
             ) from None
+    if _makes_a_target(found):
+        found = found()
     if isinstance(found, Target):
-        return replace(found, name=found.name or name)
+        return replace(found, name=found.name or name, source=name)
     if not callable(found):
         raise TargetError(
             f"{name} is {type(found).__name__} {found!r:.80}, which can't be called to make a "
             "trainer; name a class, a function that makes one, or a forge_conformance.Target"
         )
     _require_no_arguments(name, found)
-    return Target(factory=found, name=name)
+    return Target(factory=found, name=name, source=name)
+
+
+def _makes_a_target(found: Any) -> bool:
+    """Whether it is a function that is annotated to return a `Target`."""
+    with suppress(Exception):  # annotations may name anything
+        return inspect.isfunction(found) and get_type_hints(found).get("return") is Target
+    return False
 
 
 def _import_failure(module_name: str, error: BaseException) -> str:

@@ -34,7 +34,6 @@ AREAS: Mapping[str, str] = MappingProxyType(
 _PENDING = {
     name: f"no check yet: {name} is still to be built"
     for name in (
-        "checkpoint",
         "concurrency",
         "isolation",
         "resources",

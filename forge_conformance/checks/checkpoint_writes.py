@@ -1,0 +1,316 @@
+"""Area checkpoint, failing writes: whatever happens during save, what was complete stays."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forge_conformance.checks.comparing import stacked
+from forge_conformance.checks.courses import Course, course, expect_same_course, probe_logits
+from forge_conformance.checks.registry import check
+from forge_conformance.contract import Need
+from forge_conformance.finding import (
+    NotChecked,
+    Undecided,
+    broken,
+    expect,
+    expect_same,
+    identical,
+)
+from forge_conformance.lab import Lab
+from forge_conformance.observe.crash import Killer, largest_file
+from forge_conformance.observe.exported import files_of
+from forge_conformance.oracle.tolerance import apart
+from forge_conformance.subject import CallFailed, Subject
+from forge_conformance.subject.elsewhere import Ended, send
+
+
+@check(
+    "checkpoint.overwrite",
+    share=0.5,
+    weights_only=lambda _: st.booleans(),
+    place=lambda _: st.integers(0, 99),
+)
+def a_name_is_replaced_whole_or_not_at_all(lab: Lab, weights_only: bool, place: int) -> None:
+    """Is the new checkpoint written beside the old one and put in its place at the end? Writing
+    over it, or removing it first, loses both when the disk is full."""
+    subject = lab.fresh()
+    folder = str(lab.new_folder())
+    course(lab, subject, 1)
+    first = probe_logits(lab, subject)
+    saved = subject.save("same", folder, weights_only)
+    course(lab, subject, lab.idle_updates + 1, seed=20)
+    second = probe_logits(lab, subject)
+    refused = _refuses(subject, "same", folder, weights_only)
+    whose = "those before, as it refuses to overwrite," if refused else "those of the new state"
+    for trainer in (subject, lab.fresh()):
+        trainer.load(saved)
+        what = f"logits after load of a name that was saved twice are {whose}"
+        expected = first if refused else second
+        expect_same(probe_logits(lab, trainer), expected, what, lab.unmoved_allowed)
+    seen = _outcome(lab.elsewhere.run(_fill_the_disk, weights_only, place, folder=lab.new_folder()))
+    if seen.failed and identical(seen.before, seen.after):
+        raise Undecided("training moved nothing between two saves")
+    what = "logits after load of a name, after a save over it that a full disk made fail, are those"
+    expected, when = (seen.before, "before") if seen.failed else (seen.after, "of the new state")
+    expect_same(seen.loaded, expected, f"{what} {when}", lab.unmoved_allowed)
+
+
+@check("checkpoint.unwritable", share=0.25, seed=lambda _: st.integers(0, 99))
+def what_cannot_be_saved_raises(lab: Lab, seed: int) -> None:
+    """Does `save` swallow an error of the file system, leave a part that `load()` takes for a
+    checkpoint, or leave the trainer moved, cleared, or in another mode?"""
+    blocked = lab.new_folder() / "a file"
+    blocked.write_text("where a folder ought to be\n")
+    places = [blocked, blocked / "below"]
+    read_only = lab.new_folder()
+    read_only.chmod(0o555)
+    if not os.access(read_only, os.W_OK):  # root may write anywhere
+        places.append(read_only / "below")
+
+    def training(subject: Subject, fail: bool) -> Tensor:
+        for place in places if fail else []:
+            try:
+                where = subject.save("new", str(place))
+            except CallFailed:
+                continue
+            if Path(where).exists() and not Path(where).is_relative_to(place):
+                continue  # it has found another place, and said so: location's matter
+            broken(
+                expected=f"an error from save into {place.name!r}, where nothing can be written",
+                seen=f"it returned {where}",
+            )
+        moments = course(lab, subject, 2, seed)
+        return stacked(*[m.loss for m in moments], *[m.step for m in moments], moments[-1].logits)
+
+    failing, without = lab.pair_results(
+        lambda subject: training(subject, True), lambda subject: training(subject, False)
+    )
+    what = "losses, steps and logits of a training after failed saves are those without"
+    expect_same(failing, without, what, lab.run_allowed)
+    seen = _outcome(lab.elsewhere.run(_fill_the_disk_anew, seed, folder=lab.new_folder()))
+    expect(seen.failed, expected="an error from save on a full disk", seen="a path")
+    what = "logits after load(), after a save that a full disk made fail, are those saved before"
+    expect_same(seen.loaded, seen.before, what, lab.unmoved_allowed)
+    expect_same_course(lab, seen.course, seen.course_without, "training on after a failed save")
+
+
+@check(
+    "checkpoint.crash_safe",
+    share=1.5,
+    moment=lambda _: st.integers(0, 199),
+    by_time=lambda _: st.booleans(),
+    name=lambda _: st.sampled_from(["new", "first", None]),
+)
+def a_killed_save_loses_nothing_else(
+    lab: Lab, moment: int, by_time: bool, name: str | None
+) -> None:
+    """What is on the disk at each moment of `save`? Write beside, make it durable, and rename at
+    the end; write what points to the latest checkpoint last, and as a whole; prune after that."""
+    folder = lab.new_folder()
+    killed = lab.elsewhere.run(_save_and_die, moment, by_time, name, folder=folder)
+    saves = _saves_before(killed)
+    after = lab.elsewhere.run(_look_after_a_crash, [save.path for save in saves], folder=folder)
+    at = f"{moment / 2:g} % of its time" if by_time else "a change of a file"
+    what = f"a process killed in save(name={name!r}) at {at}"
+    expect(
+        not after.failure,
+        expected=f"after {what}, load() and further saves to work",
+        seen=after.failure,
+    )
+    found: _AfterCrash = after.value
+    complete = {_kind(save): save.logits for save in saves}
+    last = next((each for each in killed.sent if each.name == "last"), None)
+    candidates = [*complete.values(), *([last.logits] if last else [])]
+    expect(
+        any(_same(lab, found.latest, logits) for logits in candidates),
+        expected=f"after {what}, load() to give one of {len(candidates)} states that were saved",
+        seen=f"another one, {min(apart(found.latest, c) for c in candidates):.3g} from the nearest",
+    )
+    for save, logits in zip(saves, found.by_path, strict=True):
+        overwritten = save.name == name
+        allowed = [save.logits, *([last.logits] if overwritten and last else [])]
+        if logits is not None and any(_same(lab, logits, each) for each in allowed):
+            continue
+        if overwritten:
+            lab.advise("killed while it overwrites a name, it should leave the old or the new one")
+            continue
+        broken(
+            expected=f"after {what}, {_kind(save)} to load as it was saved",
+            seen="it can't be loaded" if logits is None else "another state",
+        )
+    expect(
+        _same(lab, found.newest, found.newest_saved),
+        expected=f"after {what}, load() to give a state that is saved then",
+        seen="another one",
+    )
+
+
+# Programs for a process of its own
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a process saved, before it was killed."""
+
+    name: str | None
+    path: str
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class _AfterCrash:
+    latest: Tensor
+    by_path: list[Tensor | None]
+    newest: Tensor
+    newest_saved: Tensor
+
+
+@dataclass(frozen=True)
+class _FullDisk:
+    """What came of a save that had no room: the logits of both states, and what load gave."""
+
+    failed: bool
+    before: Tensor
+    after: Tensor
+    loaded: Tensor
+    course: Course
+    course_without: Course
+
+
+def _fill_the_disk(lab: Lab, weights_only: bool, place: int) -> _FullDisk:
+    """Save a name, then save over it with too little room."""
+    subject = lab.fresh()
+    course(lab, subject, 1)
+    before = probe_logits(lab, subject)
+    saved = subject.save("same", "here", weights_only)
+    course(lab, subject, lab.idle_updates + 1, seed=20)
+    after = probe_logits(lab, subject)
+    with largest_file(_too_small(saved, place)):
+        failed = _refuses(subject, "same", "here", weights_only)
+    other = lab.fresh()
+    other.load(saved)
+    return _FullDisk(failed, before, after, probe_logits(lab, other), [], [])
+
+
+def _fill_the_disk_anew(lab: Lab, place: int) -> _FullDisk:
+    """Save in the default folder, then once more there with too little room."""
+    subject = lab.fresh()
+    course(lab, subject, 1)
+    before = probe_logits(lab, subject)
+    saved = subject.save("first")
+    course(lab, subject, lab.idle_updates + 1, seed=20)
+    checkpoint = subject.save("here", str(Path("elsewhere").absolute()))
+    with largest_file(_too_small(saved, place)):
+        failed = _refuses(subject, "second", None, False)
+    other = lab.fresh()
+    other.load()
+    loaded = probe_logits(lab, other)
+    going_on = course(lab, subject, 2, seed=40)
+    other.load(checkpoint)
+    return _FullDisk(failed, before, before, loaded, going_on, course(lab, other, 2, seed=40))
+
+
+def _save_and_die(lab: Lab, moment: int, by_time: bool, name: str | None) -> None:
+    """Save twice and a third time, in which the process is killed."""
+    killer = Killer()
+    subject = lab.fresh()
+    course(lab, subject, 1)
+    with killer.watching() as moments:
+        _save_completely(lab, subject, "first")
+    course(lab, subject, 1, seed=20)
+    _save_completely(lab, subject, None)
+    course(lab, subject, lab.idle_updates + 1, seed=30)
+    send(_Saved("last", "", probe_logits(lab, subject)))
+    killing: AbstractContextManager[None] = nullcontext()
+    if by_time:
+        killing = killer.killing_after(moments.seconds * moment / 200)
+    elif moments.events:
+        killing = killer.killing_at_event(moment % moments.events)
+    with killing:
+        subject.save(name)
+
+
+def _save_completely(lab: Lab, subject: Subject, name: str | None) -> None:
+    logits = probe_logits(lab, subject)
+    path = subject.save(name)
+    subject.load(path)  # a writer in the background has come to its end then
+    send(_Saved(name, path, logits))
+
+
+def _look_after_a_crash(lab: Lab, paths: list[str]) -> _AfterCrash:
+    subject = lab.fresh()
+    subject.load()
+    latest = probe_logits(lab, subject)
+    by_path = [_loaded(lab, subject, path) for path in paths]
+    course(lab, subject, lab.idle_updates + 1, seed=50)
+    newest_saved = probe_logits(lab, subject)
+    subject.save("after the crash")
+    other = lab.fresh()
+    other.load()
+    return _AfterCrash(latest, by_path, probe_logits(lab, other), newest_saved)
+
+
+def _loaded(lab: Lab, subject: Subject, path: str) -> Tensor | None:
+    try:
+        subject.load(path)
+    except CallFailed:
+        return None
+    return probe_logits(lab, subject)
+
+
+# Parts
+
+
+def _refuses(subject: Subject, name: str, folder: str | None, weights_only: bool) -> bool:
+    try:
+        subject.save(name, folder, weights_only)
+    except CallFailed:
+        return True
+    return False
+
+
+def _too_small(saved: str, place: int) -> int:
+    """Bytes with which one file of a checkpoint doesn't fit: cut at its half, or near its end."""
+    sizes = sorted({file.stat().st_size for file in files_of(Path(saved))})
+    size = sizes[place % len(sizes)]
+    return max(size // 2 if place % 2 else size - 1, 0)
+
+
+def _outcome(ended: Ended) -> _FullDisk:
+    expect(
+        not ended.failure,
+        expected="saves and loads around a save that has no room to work",
+        seen=ended.failure,
+    )
+    if not isinstance(ended.value, _FullDisk):
+        raise NotChecked("the process whose disk was to be full was killed")
+    return ended.value
+
+
+def _saves_before(killed: Ended) -> list[_Saved]:
+    expect(
+        not killed.failure,
+        expected="three saves, one after the other, to work",
+        seen=killed.failure,
+    )
+    saves = [each for each in killed.sent if each.name != "last"]
+    if len(saves) < 2:
+        raise NotChecked("the process was killed before it was meant to be")
+    if not Path(saves[0].path).exists():
+        raise NotChecked("what another process saves isn't seen here", Need.LOCAL_FILES)
+    return saves
+
+
+def _kind(save: _Saved) -> str:
+    return f"the checkpoint named {save.name!r}" if save.name else "the automatic checkpoint"
+
+
+def _same(lab: Lab, left: Tensor, right: Tensor) -> bool:
+    allowed = lab.unmoved_allowed
+    return identical(left, right) or (allowed is not None and apart(left, right) <= allowed.error)

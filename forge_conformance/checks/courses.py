@@ -1,0 +1,76 @@
+"""The course of a training: what each of several updates shows, and comparing two courses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forge_conformance.finding import expect, expect_near, expect_same
+from forge_conformance.lab import Lab
+from forge_conformance.oracle.tolerance import Allowed, value_error
+from forge_conformance.scenarios.batches import make_batch, make_ids
+from forge_conformance.subject import Subject
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one update shows: the loss before it, what it returned, the logits after it."""
+
+    loss: float
+    step: int
+    rate: float
+    logits: Tensor
+
+
+Course = list[Moment]
+
+
+def course(lab: Lab, subject: Subject, updates: int, seed: int = 0) -> Course:
+    """Several updates by the default loss, each on another batch.
+
+    The global random streams are set anew before each, for trainers that draw from these; a
+    trainer's own stream goes on where it is.
+    """
+    moments = []
+    for number in range(updates):
+        lab.reseed(seed + number)
+        batch = make_batch(lab.domain, lab.domain.usual_shape, seed + number)
+        loss = subject.forward_backward(batch).loss
+        update = subject.optim_step()
+        moments.append(
+            Moment(loss, update.step, update.learning_rate, subject.forward(batch.input_ids))
+        )
+    return moments
+
+
+def expect_same_course(lab: Lab, seen: Course, reference: Course, what: str) -> None:
+    """Break the clause at the first update in which two courses differ.
+
+    Args:
+        what: Names both, as in "a fresh trainer after load goes on as the one that saved".
+    """
+    for number, (now, then) in enumerate(zip(seen, reference, strict=True), start=1):
+        place = f"{what}: in update {number} after it"
+        expect(
+            now.step == then.step,
+            expected=f"{place} step {then.step}",
+            seen=f"step {now.step}",
+        )
+        rate_allowed = value_error(then.rate, then.rate, torch.float32)
+        expect_near(now.rate, then.rate, f"{place} the learning rate", rate_allowed)
+        expect_near(now.loss, then.loss, f"{place} the loss", _loss_allowed(lab, then.loss))
+        expect_same(now.logits, then.logits, f"{place} the logits", lab.rerun_allowed)
+
+
+def _loss_allowed(lab: Lab, loss: float) -> Allowed:
+    allowed = lab.rerun_allowed
+    if allowed is None:
+        return Allowed(0.0, "bitwise")
+    return Allowed(allowed.error * abs(loss), allowed.why)
+
+
+def probe_logits(lab: Lab, subject: Subject) -> Tensor:
+    """Logits by which two states of the weights are told apart."""
+    return subject.forward(make_ids(lab.domain, lab.domain.usual_shape))
