@@ -16,7 +16,7 @@ from forge_conformance.subject import Subject
 
 @dataclass(frozen=True)
 class Moment:
-    """What one update shows: the loss before it, what it returned, the logits after it."""
+    """What one update shows: the last loss before it, what it returned, the logits after it."""
 
     loss: float
     step: int
@@ -28,7 +28,7 @@ Course = list[Moment]
 
 
 def course(lab: Lab, subject: Subject, updates: int, seed: int = 0) -> Course:
-    """Several updates by the default loss, each on another batch.
+    """Several updates by the default loss, of one and two microbatches in turn, all different.
 
     The global random streams are set anew before each, for trainers that draw from these; a
     trainer's own stream goes on where it is.
@@ -36,6 +36,8 @@ def course(lab: Lab, subject: Subject, updates: int, seed: int = 0) -> Course:
     moments = []
     for number in range(updates):
         lab.reseed(seed + number)
+        if number % 2:
+            subject.forward_backward(make_batch(lab.domain, lab.domain.usual_shape, seed - 1))
         batch = make_batch(lab.domain, lab.domain.usual_shape, seed + number)
         loss = subject.forward_backward(batch).loss
         update = subject.optim_step()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,6 +36,21 @@ def read_weights(saved: str) -> Tensors:
     Raises:
         NotChecked: There are none, or they can't be read safely.
     """
+    for found in _by_format(saved):
+        return found
+    raise NotChecked("the exported weights are in no format that can be read safely")
+
+
+def read_tensors(saved: str) -> Tensors:
+    """All tensors in the files of a checkpoint, in all these formats.
+
+    Raises:
+        NotChecked: A file of these formats can't be read safely.
+    """
+    return {name: tensor for found in _by_format(saved) for name, tensor in found.items()}
+
+
+def _by_format(saved: str) -> Iterator[Tensors]:
     path = Path(saved)
     if not path.exists():
         raise NotChecked("the exported weights aren't on this machine", Need.LOCAL_FILES)
@@ -42,17 +60,16 @@ def read_weights(saved: str) -> Tensors:
         ([file for file in files if file.name == _DCP_METADATA], _read_distributed),
         ([file for file in files if file.suffix in _TORCH or file == path], _read_torch),
     ]
-    try:
-        for matching, read in readers:
+    for matching, read in readers:
+        try:
             if matching:
-                return {
+                yield {
                     f"{file.name} {name}" if len(matching) > 1 else name: tensor
                     for file in matching
                     for name, tensor in read(file).items()
                 }
-    except Unreadable as error:
-        raise NotChecked(f"the exported weights can't be read: {error}") from None
-    raise NotChecked("the exported weights are in no format that can be read safely")
+        except Unreadable as error:
+            raise NotChecked(f"the exported weights can't be read: {error}") from None
 
 
 def files_of(path: Path) -> list[Path]:
@@ -174,7 +191,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         ):
             return super().find_class(module, name)
-        raise Unreadable(f"its metadata needs {module}.{name}, which only unpickling can make")
+        raise Unreadable(f"it needs {module}.{name}, which only unpickling can make")
 
 
 _METADATA_PARTS = {
@@ -186,3 +203,92 @@ _METADATA_PARTS = {
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch.serialization", "_get_layout"),
 }
+
+
+def needing_unpickling(saved: str) -> dict[str, str]:
+    """The files of a checkpoint that only an unrestricted unpickler can read, each with why.
+
+    What a file is, its content says, whatever its name. Restricted readers are
+    `torch.load(weights_only=True)` and, for other pickles, one that makes plain values and what
+    the metadata of a distributed checkpoint consists of.
+
+    Args:
+        saved: What `save` returned: a file or a folder.
+    """
+    path = Path(saved)
+    files = files_of(path)
+    parts = {file: _distributed_parts(file) for file in files if file.name == _DCP_METADATA}
+    in_parts = {file: ranges for found in parts.values() for file, ranges in found.items()}
+    needing = {}
+    for file in files:
+        with file.open("rb") as stream:
+            whole = [stream] if file not in in_parts else _cut(stream, in_parts[file])
+            reasons = [reason for part in whole if (reason := _need(part)) is not None]
+        if reasons:
+            needing[str(file.relative_to(path)) if file != path else file.name] = reasons[0]
+    return needing
+
+
+def _need(stream: BinaryIO) -> str | None:
+    """Why unrestricted unpickling is needed to read what `stream` holds; None if it isn't."""
+    start = stream.read(_LONGEST_HEADER)
+    stream.seek(0)
+    if start.startswith(b"\x93NUMPY"):
+        return "an array of Python objects" if b"|O" in start else None
+    if start.startswith(b"PK\x03\x04") and zipfile.is_zipfile(stream):
+        stream.seek(0)
+        with zipfile.ZipFile(stream) as archive:
+            names = [name for name in archive.namelist() if not name.endswith("/")]
+            if not any(name.endswith("data.pkl") for name in names):
+                contents = (io.BytesIO(archive.read(name)) for name in names)
+                return next((need for part in contents if (need := _need(part))), None)
+        stream.seek(0)
+        return _torch_need(stream)
+    if start.startswith(b"\x80"):
+        return _pickle_need(stream)
+    return None
+
+
+def _torch_need(stream: BinaryIO) -> str | None:
+    try:
+        torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        needed = re.search(r"GLOBAL ([\w.]+)", str(error))
+        return f"it needs {needed[1]}" if needed else str(error).splitlines()[0]
+    return None
+
+
+def _pickle_need(stream: BinaryIO) -> str | None:
+    """Of one pickle after the other; the first of an old torch file is its magic number."""
+    try:
+        while (value := _MetadataUnpickler(stream).load()) != torch.serialization.MAGIC_NUMBER:
+            del value
+    except Unreadable as error:
+        return str(error)
+    except Exception:  # the end of the file, or no pickle at all
+        return None
+    stream.seek(0)
+    return _torch_need(stream)
+
+
+def _distributed_parts(metadata_file: Path) -> dict[Path, list[tuple[int, int]]]:
+    """The offset and length of each part of the files of a distributed checkpoint."""
+    parts: dict[Path, list[tuple[int, int]]] = {}
+    try:
+        with metadata_file.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        for stored in metadata.storage_data.values():
+            file = metadata_file.parent / stored.relative_path
+            parts.setdefault(file, []).append((stored.offset, stored.length))
+    except Exception:  # what is wrong with the metadata shows when it is looked at for itself
+        return {}
+    return parts
+
+
+def _cut(stream: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[BinaryIO]:
+    for offset, length in ranges:
+        stream.seek(offset)
+        yield io.BytesIO(stream.read(length))
+
+
+_LONGEST_HEADER = 512

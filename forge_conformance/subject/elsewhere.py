@@ -9,11 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -81,7 +85,8 @@ class Elsewhere:
             args=(self.source, self.timeout, str(folder or Path.cwd()), job, sender),
             daemon=True,
         )
-        process.start()
+        with _without_main_module():
+            process.start()
         sender.close()
         received: list[tuple[str, Any]] = []
         limit = _STARTING + 5 * self.timeout
@@ -102,6 +107,14 @@ class Elsewhere:
 _CHECKS = "forge_conformance.checks"
 _SLOW_IMPORTS = ("torch._dynamo",)
 """What the first optimizer or trainer of a process imports otherwise."""
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Keep a new process from running the script that this one was started by: it may be one
+    that starts a run like this when it is imported."""
+    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+        yield
 
 
 def _ended(received: list[tuple[str, Any]], exit_code: int) -> Ended:

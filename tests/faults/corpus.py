@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from forge_conformance import Target
 from forge_conformance.contract import clause
+from forge_conformance.target import resolve
 
 Factory = TypeVar("Factory", bound=Callable[[], Any])
 
@@ -30,11 +30,7 @@ class Specimen:
     @property
     def target(self) -> Target:
         """What the kit is given."""
-        if not inspect.isclass(self.factory) and not inspect.iscoroutinefunction(self.factory):
-            made = self.factory()
-            if isinstance(made, Target):
-                return made
-        return Target(self.factory, name=self.name)
+        return resolve(f"{self.factory.__module__}:{self.name}")
 
 
 @dataclass(frozen=True)
