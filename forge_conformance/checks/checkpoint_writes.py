@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from forge_conformance.lab import Lab
 from forge_conformance.observe.crash import Killer, largest_file
 from forge_conformance.observe.exported import files_of
 from forge_conformance.oracle.tolerance import apart
+from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.subject import CallFailed, Subject
 from forge_conformance.subject.elsewhere import Ended, send
 
@@ -46,13 +48,17 @@ def a_name_is_replaced_whole_or_not_at_all(lab: Lab, weights_only: bool, place: 
     saved = subject.save("same", folder, weights_only)
     course(lab, subject, lab.idle_updates + 1, seed=20)
     second = probe_logits(lab, subject)
-    refused = _refuses(subject, "same", folder, weights_only)
+    # The second one of the other kind: nothing of the first may shine through.
+    refused = _refuses(subject, "same", folder, not weights_only)
+    separately = subject.save("other", str(lab.new_folder()), not weights_only)
     whose = "those before, as it refuses to overwrite," if refused else "those of the new state"
     for trainer in (subject, lab.fresh()):
         trainer.load(saved)
         what = f"logits after load of a name that was saved twice are {whose}"
         expected = first if refused else second
         expect_same(probe_logits(lab, trainer), expected, what, lab.unmoved_allowed)
+    if not refused:
+        _expect_replaced_whole(lab, saved, separately)
     seen = _outcome(lab.elsewhere.run(_fill_the_disk, weights_only, place, folder=lab.new_folder()))
     if seen.failed and identical(seen.before, seen.after):
         raise Undecided("training moved nothing between two saves")
@@ -68,22 +74,19 @@ def what_cannot_be_saved_raises(lab: Lab, seed: int) -> None:
     blocked = lab.new_folder() / "a file"
     blocked.write_text("where a folder ought to be\n")
     places = [blocked, blocked / "below"]
+    batch = make_batch(lab.domain, lab.domain.usual_shape, seed + 1)
     read_only = lab.new_folder()
     read_only.chmod(0o555)
     if not os.access(read_only, os.W_OK):  # root may write anywhere
         places.append(read_only / "below")
 
     def training(subject: Subject, fail: bool) -> Tensor:
+        subject.forward_backward(batch)
         for place in places if fail else []:
-            try:
-                where = subject.save("new", str(place))
-            except CallFailed:
-                continue
-            if Path(where).exists() and not Path(where).is_relative_to(place):
-                continue  # it has found another place, and said so: location's matter
-            broken(
+            expect(
+                _refuses(subject, "new", str(place), False),
                 expected=f"an error from save into {place.name!r}, where nothing can be written",
-                seen=f"it returned {where}",
+                seen="a path",
             )
         moments = course(lab, subject, 2, seed)
         return stacked(*[m.loss for m in moments], *[m.step for m in moments], moments[-1].logits)
@@ -126,6 +129,10 @@ def a_killed_save_loses_nothing_else(
     found: _AfterCrash = after.value
     complete = {_kind(save): save.logits for save in saves}
     last = next((each for each in killed.sent if each.name == "last"), None)
+    took_last = last is not None and _same(lab, found.latest, last.logits)
+    if took_last:
+        going_on = f"after {what}, the state that was being saved is whole"
+        expect_same_course(lab, found.course, found.course_of_last, going_on)
     candidates = [*complete.values(), *([last.logits] if last else [])]
     expect(
         any(_same(lab, found.latest, logits) for logits in candidates),
@@ -133,7 +140,9 @@ def a_killed_save_loses_nothing_else(
         seen=f"another one, {min(apart(found.latest, c) for c in candidates):.3g} from the nearest",
     )
     for save, logits in zip(saves, found.by_path, strict=True):
-        overwritten = save.name == name
+        if logits is None and save.name is None and name is None and took_last:
+            continue  # an automatic one may go once a newer one is complete
+        overwritten = save.name == name and name is not None
         allowed = [save.logits, *([last.logits] if overwritten and last else [])]
         if logits is not None and any(_same(lab, logits, each) for each in allowed):
             continue
@@ -166,6 +175,8 @@ class _Saved:
 @dataclass(frozen=True)
 class _AfterCrash:
     latest: Tensor
+    course: Course
+    course_of_last: Course
     by_path: list[Tensor | None]
     newest: Tensor
     newest_saved: Tensor
@@ -189,6 +200,7 @@ def _fill_the_disk(lab: Lab, weights_only: bool, place: int) -> _FullDisk:
     course(lab, subject, 1)
     before = probe_logits(lab, subject)
     saved = subject.save("same", "here", weights_only)
+    subject.load(saved)  # a writer in the background has come to its end then
     course(lab, subject, lab.idle_updates + 1, seed=20)
     after = probe_logits(lab, subject)
     with largest_file(_too_small(saved, place)):
@@ -206,6 +218,10 @@ def _fill_the_disk_anew(lab: Lab, place: int) -> _FullDisk:
     saved = subject.save("first")
     course(lab, subject, lab.idle_updates + 1, seed=20)
     checkpoint = subject.save("here", str(Path("elsewhere").absolute()))
+    for path in (saved, checkpoint):  # a writer in the background has come to its end then
+        subject.load(path)
+    batch = make_batch(lab.domain, lab.domain.usual_shape)
+    subject.forward_backward(batch)
     with largest_file(_too_small(saved, place)):
         failed = _refuses(subject, "second", None, False)
     other = lab.fresh()
@@ -213,6 +229,7 @@ def _fill_the_disk_anew(lab: Lab, place: int) -> _FullDisk:
     loaded = probe_logits(lab, other)
     going_on = course(lab, subject, 2, seed=40)
     other.load(checkpoint)
+    other.forward_backward(batch)
     return _FullDisk(failed, before, before, loaded, going_on, course(lab, other, 2, seed=40))
 
 
@@ -226,7 +243,9 @@ def _save_and_die(lab: Lab, moment: int, by_time: bool, name: str | None) -> Non
     course(lab, subject, 1, seed=20)
     _save_completely(lab, subject, None)
     course(lab, subject, lab.idle_updates + 1, seed=30)
-    send(_Saved("last", "", probe_logits(lab, subject)))
+    last = probe_logits(lab, subject)
+    subject.load(subject.save("last", _FOLDER_OF_LAST))
+    send(_Saved("last", _FOLDER_OF_LAST, last))
     killing: AbstractContextManager[None] = nullcontext()
     if by_time:
         killing = killer.killing_after(moments.seconds * moment / 200)
@@ -234,6 +253,10 @@ def _save_and_die(lab: Lab, moment: int, by_time: bool, name: str | None) -> Non
         killing = killer.killing_at_event(moment % moments.events)
     with killing:
         subject.save(name)
+
+
+_FOLDER_OF_LAST = "elsewhere"
+"""Where the state that is to be saved has been saved already, so that it can be compared."""
 
 
 def _save_completely(lab: Lab, subject: Subject, name: str | None) -> None:
@@ -247,13 +270,18 @@ def _look_after_a_crash(lab: Lab, paths: list[str]) -> _AfterCrash:
     subject = lab.fresh()
     subject.load()
     latest = probe_logits(lab, subject)
+    going_on = course(lab, subject, 2, seed=60)
+    subject.load(str(Path(_FOLDER_OF_LAST, "last").absolute()))
+    course_of_last = course(lab, subject, 2, seed=60)
     by_path = [_loaded(lab, subject, path) for path in paths]
     course(lab, subject, lab.idle_updates + 1, seed=50)
     newest_saved = probe_logits(lab, subject)
     subject.save("after the crash")
     other = lab.fresh()
     other.load()
-    return _AfterCrash(latest, by_path, probe_logits(lab, other), newest_saved)
+    return _AfterCrash(
+        latest, going_on, course_of_last, by_path, probe_logits(lab, other), newest_saved
+    )
 
 
 def _loaded(lab: Lab, subject: Subject, path: str) -> Tensor | None:
@@ -268,11 +296,30 @@ def _loaded(lab: Lab, subject: Subject, path: str) -> Tensor | None:
 
 
 def _refuses(subject: Subject, name: str, folder: str | None, weights_only: bool) -> bool:
+    """Whether save raises; or a later call does, of a trainer that writes in the background."""
     try:
         subject.save(name, folder, weights_only)
+        for _ in range(_LATER_CALLS):
+            time.sleep(0.05)
+            subject.get_status()
     except CallFailed:
         return True
     return False
+
+
+_LATER_CALLS = 5
+
+
+def _expect_replaced_whole(lab: Lab, saved: str, separately: str) -> None:
+    """Break the clause unless both checkpoints, of one state, lead to the same."""
+    courses = []
+    for path in (saved, separately):
+        subject = lab.fresh()
+        lab.reseed()
+        subject.load(path)
+        courses.append(course(lab, subject, 2))
+    what = "a checkpoint that replaced another one goes on as the same under a new name does"
+    expect_same_course(lab, courses[0], courses[1], what)
 
 
 def _too_small(saved: str, place: int) -> int:

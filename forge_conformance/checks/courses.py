@@ -74,5 +74,8 @@ def _loss_allowed(lab: Lab, loss: float) -> Allowed:
 
 
 def probe_logits(lab: Lab, subject: Subject) -> Tensor:
-    """Logits by which two states of the weights are told apart."""
-    return subject.forward(make_ids(lab.domain, lab.domain.usual_shape))
+    """Logits by which two states of the weights are told apart: of sequences as long as may be."""
+    rows, seq = lab.domain.usual_shape
+    longest = min(lab.domain.longest_seq or seq, lab.domain.short_enough)
+    shape = (rows, longest) if lab.domain.takes((rows, longest)) else (rows, seq)
+    return subject.forward(make_ids(lab.domain, shape))

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from forge_conformance.checks.courses import probe_logits
+from forge_conformance.checks.courses import course, probe_logits
 from forge_conformance.finding import NotChecked, expect, expect_near, expect_same, identical
 from forge_conformance.lab import Lab
 from forge_conformance.oracle.tolerance import Allowed
@@ -47,15 +47,17 @@ class Teller:
 
     Args:
         variant: Which of the target's variants; empty for its own factory.
+        already: Updates that the first trainer has made before.
     """
 
-    def __init__(self, lab: Lab, variant: str) -> None:
+    def __init__(self, lab: Lab, variant: str, already: int = 0) -> None:
         self.lab = lab
         self.variant = variant
         self.saves: list[Save] = []
         self._memory: dict[tuple[State, Act], Shown] = {}
         self._subject = new_trainer(lab, variant)
         self._state: State = ()
+        course(lab, self._subject, already)
 
     def tell(self, acts: list[Act]) -> list[Shown]:
         """Let all this happen, one after the other, on the first trainer; what it showed."""
@@ -78,10 +80,16 @@ class Teller:
         return [save for save in self.saves if save.full]
 
     def resume(self, save: Save, fresh: bool) -> None:
-        """Load it, in the same trainer or a fresh one, and let happen again what came next."""
+        """Load it, in the same trainer or a fresh one, and let happen again what came next.
+
+        The same one has loaded weights alone before, where there are some.
+        """
         whose = "a fresh trainer" if fresh else "the same trainer"
         if fresh:
             self._subject = new_trainer(self.lab, self.variant)
+        else:
+            for weights in [each for each in self.saves if not each.full][:1]:
+                self._load(weights, self._subject)
         self._load(save, self._subject)
         for act in save.following:
             self._happen(act, f"the run that never stopped, after load in {whose}")

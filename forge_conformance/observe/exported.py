@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 import shutil
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -244,9 +246,17 @@ def _need(stream: BinaryIO) -> str | None:
                 return next((need for part in contents if (need := _need(part))), None)
         stream.seek(0)
         return _torch_need(stream)
-    if start.startswith(b"\x80"):
-        return _pickle_need(stream)
-    return None
+    return _pickle_need(stream) if _is_pickle(stream) else None
+
+
+def _is_pickle(stream: BinaryIO) -> bool:
+    try:
+        deque(pickletools.genops(stream), maxlen=0)
+    except Exception:  # what reading the wrong bytes as opcodes raises is anything
+        return False
+    finally:
+        stream.seek(0)
+    return True
 
 
 def _torch_need(stream: BinaryIO) -> str | None:
@@ -265,7 +275,7 @@ def _pickle_need(stream: BinaryIO) -> str | None:
             del value
     except Unreadable as error:
         return str(error)
-    except Exception:  # the end of the file, or no pickle at all
+    except Exception:  # the end of the file, or what only looked like a pickle
         return None
     stream.seek(0)
     return _torch_need(stream)

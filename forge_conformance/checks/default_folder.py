@@ -1,0 +1,58 @@
+"""Trainers in an empty working folder, where their default folders of checkpoints usually lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forge_conformance.finding import NotChecked
+from forge_conformance.lab import Lab
+from forge_conformance.scenarios.batches import make_batch
+from forge_conformance.subject import Subject
+from forge_conformance.target import TargetError
+
+
+@contextmanager
+def working_folder(lab: Lab) -> Iterator[Path]:
+    """An empty working folder; the trainers that were made in it are closed with it."""
+    try:
+        with lab.working_folder() as folder:
+            yield folder
+    finally:
+        lab.retire_others()
+
+
+def made_here(lab: Lab) -> Subject:
+    """A new trainer, made in the working folder of the moment.
+
+    Raises:
+        NotChecked: The factory needs another one.
+    """
+    try:
+        return lab.fresh()
+    except TargetError as error:
+        raise NotChecked(f"in an empty working folder {error}") from error
+
+
+def train(lab: Lab, trainer: Subject, updates: int = 1, seed: int = 0) -> None:
+    """Make updates, by default one, each on a batch of its own."""
+    for number in range(updates):
+        lab.reseed(seed + number)
+        trainer.forward_backward(make_batch(lab.domain, lab.domain.usual_shape, seed + number))
+        trainer.optim_step()
+
+
+def unique(folder: Path, name: str) -> str:
+    """A checkpoint's name that no run before this one has used in the same default folder."""
+    return f"{folder.parent.name}-{folder.name} {name}"
+
+
+def with_number(name: str, number: int) -> str:
+    """An automatic name with another step in it."""
+    found = [*re.finditer(r"\d+", name)]
+    if not found:
+        return f"{name}-{number}"
+    step = found[-1]
+    return f"{name[: step.start()]}{number:0{len(step[0])}}{name[step.end() :]}"
