@@ -23,6 +23,11 @@ State: TypeAlias = tuple[Act | str, ...]
 """The acts that led to a state, oldest first."""
 
 
+FRESH, AFTER_WEIGHTS = "a fresh trainer", "a trainer that has loaded weights alone"
+RESUMED_IN = ("the same trainer", FRESH, "a trainer that has resumed before", AFTER_WEIGHTS)
+"""Trainers with different pasts, in the order in which `Teller.resume` can have them."""
+
+
 @dataclass(frozen=True)
 class Shown:
     """What one act showed: numbers by name, and the logits after it."""
@@ -79,17 +84,16 @@ class Teller:
     def full_saves(self) -> list[Save]:
         return [save for save in self.saves if save.full]
 
-    def resume(self, save: Save, fresh: bool) -> None:
-        """Load it, in the same trainer or a fresh one, and let happen again what came next.
+    def resume(self, save: Save, whose: str) -> None:
+        """Load it, and let happen again what came next, in a trainer with another past.
 
-        The same one has loaded weights alone before, where there are some.
+        Args:
+            whose: One of `RESUMED_IN`.
         """
-        whose = "a fresh trainer" if fresh else "the same trainer"
-        if fresh:
+        if whose == FRESH:
             self._subject = new_trainer(self.lab, self.variant)
-        else:
-            for weights in [each for each in self.saves if not each.full][:1]:
-                self._load(weights, self._subject)
+        if whose == AFTER_WEIGHTS:
+            self._load(next(each for each in self.saves if not each.full), self._subject)
         self._load(save, self._subject)
         for act in save.following:
             self._happen(act, f"the run that never stopped, after load in {whose}")

@@ -50,7 +50,7 @@ class Replay:
         """
         for name, parameter in self.parameters.items():
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
         if math.isfinite(self.clip_norm):
             parameters = list(self.parameters.values())
             if norm is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forge.api import ForwardBackwardResult, LossFn, OptimStepResult, TextTrainBatch
 from forge_conformance import Target
+from reference_impls.hf import HFTrainer
 from reference_impls.optimization import adamw, clip
 from reference_impls.plain import PlainTrainer
 from tests.faults.corpus import faulty
@@ -439,6 +440,123 @@ def starts_from_old_copies() -> Target:
             super()._apply_update(learning_rate)
 
     return declared(StartsFromOldCopies)
+
+
+@faulty("optim_step.update_rule", "Adam's epsilon is inside the root")
+def roots_its_epsilon() -> Target:
+    class RootsItsEpsilon(PlainTrainer):
+        def _apply_update(self, learning_rate: float) -> None:
+            before = {p: p.detach().clone() for p in self._trainable().values()}
+            super()._apply_update(learning_rate)
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    self._move(p, before[p], group)
+
+        @torch.no_grad()
+        def _move(self, p: Tensor, before: Tensor, group: dict[str, Any]) -> None:
+            state, (beta1, beta2) = self.optimizer.state[p], group["betas"]
+            updates = state["step"].item()
+            root = (state["exp_avg_sq"] / (1 - beta2**updates) + group["eps"]).sqrt()
+            p.copy_(before * (1 - group["lr"] * group["weight_decay"]))
+            p.sub_(group["lr"] * state["exp_avg"] / (1 - beta1**updates) / root)
+
+    return declared(RootsItsEpsilon)
+
+
+@faulty("optim_step.update_rule", "Adam's betas are swapped")
+def swaps_betas() -> Target:
+    class SwapsBetas(PlainTrainer):
+        def _make_optimizer(self) -> torch.optim.Optimizer:
+            made = super()._make_optimizer()
+            for group in made.param_groups:
+                group["betas"] = group["betas"][::-1]
+            return made
+
+    return declared(SwapsBetas)
+
+
+@faulty("optim_step.update_rule", "weights decay at the peak rate, whatever the schedule's")
+def decays_at_the_peak() -> Target:
+    class DecaysAtThePeak(PlainTrainer):
+        @torch.no_grad()
+        def _apply_update(self, learning_rate: float) -> None:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    p.mul_(1 - (0.01 - learning_rate) * group["weight_decay"])
+            super()._apply_update(learning_rate)
+
+    return declared(DecaysAtThePeak)
+
+
+def nesterov(parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters.values()), momentum=0.9, nesterov=True)
+
+
+@faulty("optim_step.update_rule", "momentum is declared as Nesterov's, and isn't")
+def looks_not_ahead() -> Target:
+    class LooksNotAhead(PlainTrainer):
+        def _make_optimizer(self) -> torch.optim.Optimizer:
+            made = super()._make_optimizer()
+            for group in made.param_groups:
+                group["nesterov"] = False
+            return made
+
+    return declared(LooksNotAhead, optimizer=nesterov)
+
+
+@faulty("optim_step.update_rule", "the clipping's norm is that of the matrices alone (B54)")
+def leaves_norms_out_of_the_norm() -> Target:
+    class LeavesNormsOutOfTheNorm(Clips):
+        def _clip_to(self, limit: float) -> None:
+            parameters = list(self._trainable().values())
+            norm = torch.nn.utils.get_total_norm([g for g in gradients(self) if g.dim() > 1])
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+
+    return declared_sgd(LeavesNormsOutOfTheNorm)
+
+
+@faulty("optim_step.update_rule", "the gradient is clipped by the norm of the last one (B50)")
+def clips_by_the_last_norm() -> Target:
+    class ClipsByTheLastNorm(Clips):
+        last: Tensor | None = None
+
+        def _clip_to(self, limit: float) -> None:
+            norm = torch.nn.utils.get_total_norm(gradients(self))
+            applied = norm if self.last is None else self.last
+            torch.nn.utils.clip_grads_with_norm_(self._trainable().values(), limit, applied)
+            self.last = norm
+
+    return declared_sgd(ClipsByTheLastNorm)
+
+
+@faulty("optim_step.update_rule", "gradients are clipped before the loss scale is taken out (B52)")
+def clips_scaled_gradients() -> Target:
+    class ClipsScaledGradients(PlainTrainer):
+        scale = 2.0**16
+
+        def _backward(self, loss: Tensor) -> None:
+            super()._backward(loss * self.scale)
+
+        def _clip(self) -> None:
+            super()._clip()
+            for grad in gradients(self):
+                grad /= self.scale
+
+    return replace(
+        declared_sgd(ClipsScaledGradients), loss_scale=lambda trainer: float(trainer.scale)
+    )
+
+
+@faulty("optim_step.update_rule", "a wrapped optimizer decays all that it is given (B74)")
+def decays_all_on_transformers() -> Target:
+    class DecaysAll(HFTrainer):
+        def _make_optimizer(self) -> Any:
+            optimizer, scheduler = super()._make_optimizer()
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.1
+            return optimizer, scheduler
+
+    return declared(DecaysAll)
 
 
 # Clipping
