@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TRAINER ?= reference_impls.hf:HFTrainer
 ARGS ?=
+JOBS ?= 2
 
 # Two threads on two cores make single torch calls stall for half a second and more.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +22,7 @@ BACKENDS := $(filter titan monarch,$(subst ., ,$(subst :, ,$(TRAINER))))
 
 help:  ## Show what there is to make.
 	@sed -n 's/^\([a-z.]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
-	@echo 'Variables: TRAINER=module:Name, PYTHON=python3.12, ARGS="more arguments of pytest".'
+	@echo 'Variables: TRAINER=module:Name, PYTHON=python3.12, JOBS=2, ARGS="more arguments of pytest".'
 
 .venv: $(STAMP)  ## Make the environment that everything else uses.
 
@@ -39,7 +40,7 @@ conformance: $(STAMP) $(BACKENDS:%=$(STAMP)-%)  ## Judge TRAINER (the Hugging Fa
 	.venv/bin/pytest --trainer=$(TRAINER) $(ARGS)
 
 test: $(STAMP)  ## Run the project's own tests, and the examples in its docstrings.
-	.venv/bin/pytest --doctest-modules src forge_conformance reference_impls tests $(ARGS)
+	.venv/bin/pytest -n $(JOBS) --doctest-modules src forge_conformance reference_impls tests $(ARGS)
 
 lint: $(STAMP)  ## Check format, style and types.
 	.venv/bin/ruff format --check

@@ -38,7 +38,8 @@ class Target:
             needs. A class, a function, or an async function.
         variants: Other factories of the same trainer by name. `"sgd"`: plain SGD without
             clipping and with a constant rate, which shows what Adam hides; of a trainer in
-            another process, its exported weights show the gradients.
+            another process, its exported weights show the gradients. `"other_model"`: the same
+            trainer of a model with other parameters, whose checkpoints are to be refused.
         optimizer: Builds the trainer's optimizer over other parameters: takes the parameters by
             name (as `parameters` gives them, else numbered in the order of the autograd graph;
             float64) and returns a `torch.optim.Optimizer`.

@@ -26,7 +26,7 @@ from forge_conformance.contract import Need
 from forge_conformance.finding import NotChecked, Undecided, broken, expect, expect_same
 from forge_conformance.lab import Lab
 from forge_conformance.observe.exported import files_of
-from forge_conformance.subject import CallFailed
+from forge_conformance.subject import CallFailed, Subject
 
 
 @check("checkpoint.latest", situation=lambda _: st.sampled_from(sorted(_SITUATIONS)))
@@ -38,23 +38,18 @@ def load_finds_what_was_saved_last(lab: Lab, situation: str) -> None:
     with working_folder(lab) as folder:
         history = History(lab, folder)
         _SITUATIONS[situation](history)
-        latest = history.latest
-        train(lab, history.trainer, seed=99)
-        for who, reader in (("a new trainer's", made_here(lab)), ("the same", history.trainer)):
-            try:
-                loaded = reader.load()
-            except CallFailed:
-                if Path(reader.save()).parent != history.folder:
-                    continue  # each trainer has a default folder of its own
-                raise
-            step = reader.get_status().step
-            expect(
-                step == latest.step,
-                expected=f"{who} load() to take what was saved last: {latest}",
-                seen=f"step {step}, from {Path(loaded).name!r}",
-            )
-            what = f"the logits after {who} load() are those of {latest}, which was saved last"
-            expect_same(probe_logits(lab, reader), latest.logits, what, lab.unmoved_allowed)
+        # What was loaded last isn't what was saved last.
+        history.trainer.load(history.saved[0].location)
+        found = _load_anew(lab, history.folder)
+        if found is not None:
+            _expect_latest(lab, "a new trainer's", found, history.latest)
+        if situation == _IN_A_PROCESS_TOO and lab.target.source:
+            ended = lab.elsewhere.run(_load_anew, history.folder, folder=folder)
+            what = f"load() to take {history.latest} in a new process"
+            expect(not ended.failure, expected=what, seen=ended.failure)
+            if ended.value is not None:
+                _expect_latest(lab, "a new process's", ended.value, history.latest)
+        _expect_latest(lab, "the same trainer's", _load(lab, history.trainer), history.latest)
 
 
 # Parts
@@ -69,6 +64,32 @@ class Saved(NamedTuple):
 
     def __str__(self) -> str:
         return f"{Path(self.location).name!r} of step {self.step}"
+
+
+def _load(lab: Lab, trainer: Subject) -> Saved:
+    location = trainer.load()
+    return Saved(location, trainer.get_status().step, probe_logits(lab, trainer))
+
+
+def _load_anew(lab: Lab, folder: Path) -> Saved | None:
+    """What a new trainer loads; None if its default folder is another than `folder`, and empty."""
+    trainer = made_here(lab)
+    try:
+        return _load(lab, trainer)
+    except CallFailed:
+        if Path(trainer.save()).parent == folder:
+            raise
+        return None
+
+
+def _expect_latest(lab: Lab, whose: str, loaded: Saved, latest: Saved) -> None:
+    expect(
+        loaded.step == latest.step,
+        expected=f"{whose} load() to take what was saved last: {latest}",
+        seen=f"{loaded}",
+    )
+    what = f"the logits after {whose} load() are those of {latest}, which was saved last"
+    expect_same(loaded.logits, latest.logits, what, lab.unmoved_allowed)
 
 
 class History:
@@ -172,6 +193,13 @@ def _weights_later(history: History) -> None:
     history.trainer.save(unique(history.working_folder, "weights"), weights_only=True)
 
 
+def _saved_elsewhere_later(history: History) -> None:
+    history.save()
+    history.save()
+    history.train()
+    history.trainer.save("elsewhere", str(history.lab.new_folder()))
+
+
 def _back_to_an_older_one(history: History) -> None:
     for _ in range(3):
         history.save()
@@ -226,12 +254,16 @@ _SITUATIONS: dict[str, Callable[[History], None]] = {
     "names in no order": _names_in_disorder,
     "an older one is named like a later step": _name_of_a_later_step,
     "weights alone were saved later": _weights_later,
+    "another folder was saved to later": _saved_elsewhere_later,
     "training has gone back to an older one": _back_to_an_older_one,
     "file times are in reverse": _times_reversed,
     "foreign files and empty folders beside": _foreign_files,
     "a folder of emptied files beside": _emptied_files,
     "a save that was killed beside": _first_files,
 }
+
+
+_IN_A_PROCESS_TOO = "names in no order"
 
 
 @contextmanager

@@ -67,6 +67,12 @@ class CountsFromElsewhere(PlainTrainer):
     async def get_status(self) -> TrainerStatus:
         return TrainerStatus(self.step + 1, self.accumulated_microbatches)
 
+    async def save(
+        self, name: str | None = None, path: str | None = None, weights_only: bool = False
+    ) -> str:
+        kind = "weights" if weights_only else "step"
+        return await super().save(name or f"{kind}-{self.step + 1}", path, weights_only)
+
 
 @honest("plain SGD without clipping")
 def uses_plain_sgd() -> PlainTrainer:
