@@ -9,42 +9,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from forge_conformance import Target
-from reference_impls.hf import HFTrainer
+from reference_impls.hf import HFTrainer, small_config
 from reference_impls.losses import token_mean_loss
 from reference_impls.optimization import CLIP_NORM, adamw, sgd, warm_up_then_decay
 from reference_impls.plain import PlainTrainer
 
+if TYPE_CHECKING:
+    from reference_impls.titan import TitanTrainer
 
-def named_parameters(trainer: PlainTrainer | HFTrainer) -> Mapping[str, Tensor]:
+
+def named_parameters(trainer: PlainTrainer | HFTrainer | TitanTrainer) -> Mapping[str, Tensor]:
     """The trainable parameters by name; a tied weight appears once."""
     return {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 def plain_trainer(**options: Any) -> Target:
     """`PlainTrainer(**options)` with all that is known about it."""
-    return _declared(lambda **more: PlainTrainer(**{**options, **more}), **options)
+
+    def other_model() -> PlainTrainer:
+        return PlainTrainer(**{**options, "num_layers": 3})
+
+    return _declared(lambda **more: PlainTrainer(**{**options, **more}), other_model, **options)
 
 
 def hf_trainer(model: str = "llama", **options: Any) -> Target:
     """`HFTrainer(model, **options)` with all that is known about it."""
-    return _declared(lambda **more: HFTrainer(model, **{**options, **more}), **options)
+
+    def other_model() -> HFTrainer:
+        config = small_config(model, tie_weights=False, dropout=0.0)
+        config.num_hidden_layers = 3
+        return HFTrainer(config)
+
+    return _declared(lambda **more: HFTrainer(model, **{**options, **more}), other_model, **options)
+
+
+def titan_trainer(model: str = "llama3", **options: Any) -> Target:
+    """`TitanTrainer(model, **options)` with all that is known about it; needs the extra [titan]."""
+
+    def make(**more: Any) -> TitanTrainer:
+        # Here, so that the other targets do without torchtitan.
+        from reference_impls.titan import TitanTrainer
+
+        return TitanTrainer(model, **{**options, **more})
+
+    def titan_sgd() -> Any:
+        from reference_impls.titan_components import sgd
+
+        return sgd()
+
+    def other_model() -> TitanTrainer:
+        from reference_impls.titan import TitanTrainer
+
+        return TitanTrainer(model, flavour="debugmodel")
+
+    return _declared(make, other_model, make_sgd=titan_sgd, **options)
 
 
 def _declared(
-    make: Callable[..., PlainTrainer | HFTrainer],
+    make: Callable[..., PlainTrainer | HFTrainer | TitanTrainer],
+    other_model: Callable[[], Any],
     *,
+    make_sgd: Callable[[], Any] = lambda: sgd,
     compute_dtype: torch.dtype = torch.float32,
     **_options: Any,
 ) -> Target:
+    def plain_sgd() -> PlainTrainer | HFTrainer | TitanTrainer:
+        return make(optimizer=make_sgd(), schedule=lambda _: 0.1, clip_norm=math.inf)
+
     return Target(
         factory=make,
-        variants={"sgd": lambda: make(optimizer=sgd, schedule=lambda _: 0.1, clip_norm=math.inf)},
+        variants={"sgd": plain_sgd, "other_model": other_model},
         optimizer=adamw,
         learning_rate=lambda update: warm_up_then_decay(update + 1),
         clip_norm=CLIP_NORM,
@@ -64,3 +104,5 @@ hf_llama_tied = hf_trainer("llama", tie_weights=True)
 hf_llama_dropout = hf_trainer("llama", dropout=0.1)
 hf_qwen2 = hf_trainer("qwen2")
 hf_qwen3 = hf_trainer("qwen3", tie_weights=True, dropout=0.1)
+titan = titan_trainer("llama3")
+titan_qwen3 = titan_trainer("qwen3")

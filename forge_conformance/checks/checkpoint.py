@@ -177,7 +177,7 @@ def saving_changes_nothing(
         return stacked(*shown, subject.forward(batches[0].input_ids))
 
     with lab.working_folder():
-        saving, without = lab.pair_results(
+        saving, without = lab.twin_results(
             lambda subject: training(subject, places),
             lambda subject: training(subject, [False] * len(places)),
         )

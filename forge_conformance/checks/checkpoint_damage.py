@@ -237,6 +237,7 @@ def _spoiled(
     original = Path(saved.location)
     folder = lab.new_folder()
     copy = _copied(original, folder / original.name)
+    _copied(Path(saved.other), folder / "another one beside")
     place = original if in_place else copy
     for file in files:
         spoiled = place / file.relative_to(original)

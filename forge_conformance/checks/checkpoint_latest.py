@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,6 +176,20 @@ def _names_in_disorder(history: History) -> None:
         history.save(name)
 
 
+def _many(history: History) -> None:
+    for number in range(12):
+        history.save(f"many {number}" if number % 2 else None)
+    history.train()
+    history.save_exactly(f"大 {unique(history.working_folder, 'last')}")
+
+
+def _saved_again(history: History) -> None:
+    for name in ("first", "second", "third"):
+        history.save(name)
+    with suppress(CallFailed):  # a trainer may refuse to overwrite
+        history.save("first")
+
+
 def _name_of_a_later_step(history: History) -> None:
     history.save()
     history.settle()
@@ -252,6 +266,8 @@ def _first_files(history: History) -> None:
 _SITUATIONS: dict[str, Callable[[History], None]] = {
     "steps of one digit and of two": _more_digits,
     "names in no order": _names_in_disorder,
+    "many, and the last one's name isn't ASCII": _many,
+    "the first name is saved once more": _saved_again,
     "an older one is named like a later step": _name_of_a_later_step,
     "weights alone were saved later": _weights_later,
     "another folder was saved to later": _saved_elsewhere_later,

@@ -169,16 +169,16 @@ def every_parameter_moves(lab: Lab, batch: TextTrainBatch) -> None:
     first=batches(),
     second=batches(),
     factor=lambda _: st.sampled_from([1.0, 1000.0, 0.001]),
+    rounds=lambda _: st.sampled_from([1, 4]),
 )
 def weights_move_as_the_declared_optimizer_moves_them(
-    lab: Lab, first: TextTrainBatch, second: TextTrainBatch, factor: float
+    lab: Lab, first: TextTrainBatch, second: TextTrainBatch, factor: float, rounds: int
 ) -> None:
     """Compare the update with the declared optimizer, fed with the same gradients: its
     hyper-parameters and their groups (weight decay on which parameters?), bias correction, the
     clipping before it, anything done to the gradients between backward and step."""
-    expect_declared_updates(
-        lab, [[first], [second, first, second], [second]], times(factor, mean_nll)
-    )
+    updates = [[first], [second, first, second], [second]] * rounds
+    expect_declared_updates(lab, updates, times(factor, mean_nll))
 
 
 @check(

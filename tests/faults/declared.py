@@ -25,7 +25,10 @@ def declared(make: Callable[..., Any], **options: Any) -> Target:
     return Target(
         partial(make, **options),
         name=getattr(make, "__name__", "trainer"),
-        variants={"sgd": partial(make, **{**options, **plain})},
+        variants={
+            "sgd": partial(make, **{**options, **plain}),
+            "other_model": partial(PlainTrainer, num_layers=3),
+        },
         optimizer=optimizer,
         learning_rate=lambda update: schedule(update + 1),
         clip_norm=options.get("clip_norm", CLIP_NORM),

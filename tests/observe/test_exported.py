@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from forge_conformance.finding import NotChecked
-from forge_conformance.observe.exported import read_weights, scaled_copy
+from forge_conformance.observe.exported import needing_unpickling, read_weights, scaled_copy
 
 WEIGHTS = {"head.weight": torch.ones(2, 3), "norm.weight": torch.ones(3).bfloat16()}
 
@@ -57,6 +58,25 @@ def test_nothing_that_could_run_is_unpickled(tmp_path, monkeypatch, file):
     with pytest.raises(NotChecked, match="can't be read"):
         read_weights(str(saved))
     assert not Path("unpickled").exists()
+
+
+def write_pickle(folder: Path) -> None:
+    (folder / "state.bin").write_bytes(pickle.dumps({"step": 3, "made by": Runs}))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [write_safetensors, write_torch, write_distributed])
+def test_what_can_be_read_without_unpickling(tmp_path, write):
+    write(tmp_path)
+    assert needing_unpickling(str(tmp_path)) == {}
+
+
+def test_what_only_unpickling_can_read(tmp_path):
+    write_pickle(tmp_path)
+    torch.save({"model": Runs()}, tmp_path / "model.pt")
+    needing = needing_unpickling(str(tmp_path))
+    assert needing.keys() == {"state.bin", "model.pt"}
+    assert "test_exported.Runs" in needing["state.bin"]
 
 
 def test_a_checkpoint_that_is_one_file_is_read(tmp_path):
