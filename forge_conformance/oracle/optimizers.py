@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from forge_conformance.observe.exact import InFloat64
 from forge_conformance.observe.parameters import Tensors
 
 Build = Callable[[dict[str, Tensor]], torch.optim.Optimizer]
@@ -32,6 +34,7 @@ class Replay:
             for name, weight in weights.items()
         }
         self.optimizer = build(dict(self.parameters))
+        self.exact = dtype is torch.float64
         self.clip_norm = clip_norm
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
@@ -61,7 +64,9 @@ class Replay:
         first = self._base_rates[0] or 1.0
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = learning_rate * base / first
-        self.optimizer.step()
+        # An optimizer may compute in less precision inside, whatever its parameters' dtype is.
+        with InFloat64() if self.exact else nullcontext():  # type: ignore[no-untyped-call]
+            self.optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
 
