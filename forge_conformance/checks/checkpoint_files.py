@@ -121,7 +121,7 @@ def weights_are_safetensors_with_usual_names(lab: Lab) -> None:
     expect(
         any(name.endswith(".safetensors") for name in names),
         expected="weights alone in *.safetensors",
-        seen=f"the files {', '.join(names[:8])}",
+        seen=f"none among {', '.join(names[:8])}",
     )
     weights = _readable(location)
     unusual = [name for name, t in weights.items() if t.is_floating_point() and not _usual(name)]

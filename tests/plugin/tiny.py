@@ -7,6 +7,7 @@ breaks in it. Its metrics are declared nowhere, so that `metrics.schema` isn't c
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ class Trainer:
         self.weight = torch.randn(VOCAB, VOCAB, generator=generator).requires_grad_()
         self.step = 0
         self.count = 0
-        self.folder = Path("checkpoints")
+        self.folder = Path("checkpoints").absolute()
         self.config = SimpleNamespace(
             model_name="bigram",
             model_config={
@@ -81,16 +82,36 @@ class Trainer:
         return self.weight.detach()[inputs["input_ids"]]
 
     async def save(self, name=None, path=None, weights_only=False):
-        location = Path(path or self.folder) / (name or f"step-{self.step}")
+        name = name or (f"weights-{self.step}" if weights_only else f"step-{self.step}")
+        location = Path(path or self.folder).absolute() / name
         location.parent.mkdir(parents=True, exist_ok=True)
-        state = {"weight": self.weight.detach()}
-        torch.save(state if weights_only else {**state, "step": self.step}, location)
+        number = 1 + max(self._saved().values(), default=0)
+        state = {"weight": self.weight.detach(), "number": number}
+        unfinished = location.with_name(f"{location.name}.part")
+        torch.save(state if weights_only else {**state, "step": self.step}, unfinished)
+        os.replace(unfinished, location)
         return str(location)
 
+    def _saved(self):
+        """The full checkpoints of the default folder, each with its number."""
+        found = {}
+        for file in self.folder.glob("*"):
+            try:
+                state = torch.load(file, weights_only=True)
+            except Exception:
+                continue
+            if file.suffix != ".part" and "step" in state:
+                found[file] = state["number"]
+        return found
+
     async def load(self, path=None):
-        if path is None:
-            path = max(self.folder.iterdir(), key=lambda each: int(each.name.split("-")[1]))
+        saved = self._saved() if path is None else {path: 0}
+        if not saved:
+            raise FileNotFoundError(f"no full checkpoint in {self.folder}")
+        path = max(saved, key=saved.get)
         state = torch.load(path, weights_only=True)
+        if state["weight"].shape != self.weight.shape:
+            raise ValueError(f"{path} is of another model")
         with torch.no_grad():
             self.weight.copy_(state["weight"])
         self.step = state.get("step", self.step)
