@@ -36,6 +36,16 @@ def test_a_target_is_taken_as_it_is_and_named():
     assert target.name == f"{__name__}:declared"
 
 
+def makes_a_target() -> Target:
+    return declared
+
+
+def test_a_function_that_says_it_makes_a_target_is_asked_for_it():
+    target = resolve(f"{__name__}:makes_a_target")
+    assert target.deterministic is True
+    assert target.source == f"{__name__}:makes_a_target"
+
+
 def test_the_error_has_its_cause():
     with pytest.raises(TargetError, match="no module 'nowhere'") as raised:
         resolve("nowhere.at_all:Trainer")
