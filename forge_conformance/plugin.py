@@ -7,6 +7,7 @@ everything else waits for `--trainer`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,10 @@ def _seconds(text: str) -> float:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("trainer")
+    if name is not None and os.environ.get("FORGE_CONFORMANCE_ELSEWHERE"):
+        raise pytest.UsageError(
+            f"importing {name} starts a run of pytest: guard it by `if __name__ == '__main__':`"
+        )
     if name is not None:
         config.pluginmanager.register(_new_session(config, name), _SESSION)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -176,7 +177,8 @@ def saving_changes_nothing(
             maybe_save()
         return stacked(*shown, subject.forward(batches[0].input_ids))
 
-    with lab.working_folder():
+    by_path = by_path or bool(lab.strange_default_folder)
+    with nullcontext() if by_path else lab.working_folder():
         saving, without = lab.twin_results(
             lambda subject: training(subject, places),
             lambda subject: training(subject, [False] * len(places)),

@@ -50,11 +50,14 @@ def checkpoints_lie_where_they_were_asked_for(lab: Lab, first: int, relative: bo
     """Look at how `save` makes the place: `path/name` as given, without a suffix of its own and
     without cutting the name at a dot; folders made with their parents; an absolute path returned.
     Does `load` take and return just that?"""
-    with working_folder(lab) as folder:
+    places = (True,) if lab.strange_default_folder else (True, False)
+    with lab.working_folder() as folder:
         trainer = made_here(lab)
         counted_from = trainer.get_status().step
         saved = []
-        for number, (placed, named, weights_only) in enumerate(product((True, False), repeat=3)):
+        for number, (placed, named, weights_only) in enumerate(
+            product(places, (True, False), (True, False))
+        ):
             train(lab, trainer, seed=number)
             turn = (first + number) % len(_NAMES)
             parent = "" if relative else folder
@@ -84,9 +87,10 @@ def checkpoints_lie_where_they_were_asked_for(lab: Lab, first: int, relative: bo
 def a_missing_checkpoint_is_refused(lab: Lab) -> None:
     """Does a path that isn't there end in the latest checkpoint, in one with a similar name, or in
     a silent new start? Does `load` look before it clears gradients, and say which path it was?"""
-    with working_folder(lab):
+    with lab.working_folder():
         trainer = made_here(lab)
-        location = trainer.save()
+        by_path = str(lab.new_folder()) if lab.strange_default_folder else None
+        location = trainer.save(path=by_path)
         train(lab, trainer)
         trainer.forward_backward(make_batch(lab.domain, lab.domain.usual_shape))
         for path in _missing_paths(lab, location):
@@ -203,11 +207,16 @@ class Request(NamedTuple):
 
 def _expect_in_place(location: str, asked: Request, folder: Path) -> None:
     """Break the clause unless `location` is a full path that exists, where it was asked for."""
+    expect(
+        folder.is_dir(),
+        expected=f"the working folder still there after {asked}",
+        seen="it is gone",
+    )
     if "://" in location or not (os.path.exists(location) or any(folder.iterdir())):
         raise NotChecked("what save wrote isn't on this machine", Need.LOCAL_FILES)
     expect(
         os.path.isabs(location) and os.path.exists(location),
-        expected=f"the full path of a checkpoint that exists, from {asked}",
+        expected=f"the absolute path of a checkpoint that exists, from {asked}",
         seen=repr(location),
     )
     place = _place(location)

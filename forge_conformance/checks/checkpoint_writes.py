@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forge_conformance.checks.comparing import stacked
 from forge_conformance.checks.courses import Course, course, expect_same_course, probe_logits
+from forge_conformance.checks.default_folder import require_default_folder
 from forge_conformance.checks.registry import check
 from forge_conformance.contract import Need
 from forge_conformance.finding import (
@@ -98,6 +99,7 @@ def what_cannot_be_saved_raises(lab: Lab, seed: int) -> None:
     )
     what = "losses, steps and logits of a training after failed saves are those without"
     expect_same(failing, without, what, lab.run_allowed)
+    require_default_folder(lab)
     seen = _outcome(lab.elsewhere.run(_fill_the_disk_anew, seed, folder=lab.new_folder()))
     expect(seen.failed, expected="an error from save on a full disk", seen="a path")
     what = "logits after load(), after a save that a full disk made fail, are those saved before"
@@ -117,9 +119,10 @@ def a_killed_save_loses_nothing_else(
 ) -> None:
     """What is on the disk at each moment of `save`? Write beside, make it durable, and rename at
     the end; write what points to the latest checkpoint last, and as a whole; prune after that."""
+    require_default_folder(lab)
     folder = lab.new_folder()
     killed = lab.elsewhere.run(_save_and_die, moment, by_time, name, folder=folder)
-    saves = _saves_before(killed)
+    saves = _saves_before(killed, folder)
     after = lab.elsewhere.run(_look_after_a_crash, [save.path for save in saves], folder=folder)
     at = f"{moment / 2:g} % of its time" if by_time else "a change of a file"
     what = f"a process killed in save(name={name!r}) at {at}"
@@ -347,7 +350,7 @@ def _outcome(ended: Ended) -> _FullDisk:
     return ended.value
 
 
-def _saves_before(killed: Ended) -> list[_Saved]:
+def _saves_before(killed: Ended, folder: Path) -> list[_Saved]:
     expect(
         not killed.failure,
         expected="three saves, one after the other, to work",
@@ -356,7 +359,7 @@ def _saves_before(killed: Ended) -> list[_Saved]:
     saves = [each for each in killed.sent if each.name != "last"]
     if len(saves) < 2:
         raise NotChecked("the process was killed before it was meant to be")
-    if not any(Path(save.path).exists() for save in saves):
+    if not any(Path(folder, save.path).exists() for save in saves):
         raise NotChecked("what another process saves isn't seen here", Need.LOCAL_FILES)
     return saves
 

@@ -16,12 +16,24 @@ from forge_conformance.target import TargetError
 
 @contextmanager
 def working_folder(lab: Lab) -> Iterator[Path]:
-    """An empty working folder; the trainers that were made in it are closed with it."""
+    """An empty working folder, in which the trainers' default folder of checkpoints lies; those
+    that were made in it are closed with it.
+
+    Raises:
+        NotChecked: Their default folder lies elsewhere, or is another one for each.
+    """
+    require_default_folder(lab)
     try:
         with lab.working_folder() as folder:
             yield folder
     finally:
         lab.retire_others()
+
+
+def require_default_folder(lab: Lab) -> None:
+    """Raise `NotChecked` unless new trainers share a default folder below the working folder."""
+    if lab.strange_default_folder:
+        raise NotChecked(lab.strange_default_folder)
 
 
 def made_here(lab: Lab) -> Subject:

@@ -71,6 +71,13 @@ class Killer:
         if moments.events == self._deadly:
             kill()
         moments.events += 1
+        if event == "open" and arguments[2] & os.O_TRUNC and isinstance(arguments[0], str):
+            # A moment of its own: the old content is gone, the new one not there yet.
+            if moments.events == self._deadly:
+                self._moments = None
+                open(arguments[0], "wb").close()
+                kill()
+            moments.events += 1
 
 
 def kill() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,16 +52,19 @@ class Elsewhere:
     Args:
         source: The target as `module:Name`, which the other process resolves again.
         timeout: Seconds that one call of the trainer may take there.
+        scratch: A folder for the processes' own temporary files, which killed ones leave behind.
 
     Raises:
         NotChecked: The target has no such name.
     """
 
-    def __init__(self, source: str, timeout: float) -> None:
-        if not source:
+    def __init__(self, source: str, timeout: float, scratch: Path) -> None:
+        if not source or source.startswith("__main__:"):
             raise NotChecked("another process can't make this trainer: name it module:Name")
         self.source = source
         self.timeout = timeout
+        self.scratch = scratch
+        self._can_start = True
         self._context = multiprocessing.get_context("forkserver")
         module = source.partition(":")[0]
         self._context.set_forkserver_preload([module, _CHECKS, *_SLOW_IMPORTS])
@@ -75,33 +80,42 @@ class Elsewhere:
             folder: The working folder of the process.
 
         Raises:
-            NotChecked: The process didn't come to its end in time.
+            NotChecked: No process can be made, it makes no trainer, or gives no answer in time.
         """
         receiver, sender = self._context.Pipe(duplex=False)
         # Another number of threads may add in another order.
         job = pickle.dumps((torch.get_num_threads(), program, arguments))
         process = self._context.Process(
             target=_work,
-            args=(self.source, self.timeout, str(folder or Path.cwd()), job, sender),
-            daemon=True,
+            args=(self, str(folder or Path.cwd()), job, sender),
         )
-        with _without_main_module():
-            process.start()
+        if self._can_start:
+            try:
+                with _as_no_script():
+                    process.start()
+            except (EOFError, OSError):
+                self._can_start = False
+        if not self._can_start:
+            raise NotChecked(
+                f"no process can be made that imports {self.source}: does the import need a port "
+                "or a lock, or start a run of pytest?"
+            )
         sender.close()
         received: list[tuple[str, Any]] = []
         limit = _STARTING + 5 * self.timeout
         try:
             while receiver.poll(limit):
                 received.append(pickle.loads(receiver.recv_bytes()))
+            raise NotChecked(f"a process of its own gave no answer within {limit:g} s")
         except EOFError:
-            process.join(limit)
+            process.join(self.timeout)
         finally:
             receiver.close()
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise NotChecked(f"a process of its own gave no answer within {limit:g} s")
+            _end(process)
         return _ended(received, process.exitcode or 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_context"}
 
 
 _CHECKS = "forge_conformance.checks"
@@ -109,12 +123,25 @@ _SLOW_IMPORTS = ("torch._dynamo",)
 """What the first optimizer or trainer of a process imports otherwise."""
 
 
+IN_ANOTHER_PROCESS = "FORGE_CONFORMANCE_ELSEWHERE"
+"""Set in the environment of these processes, where no run may start."""
+
+
 @contextmanager
-def _without_main_module() -> Iterator[None]:
+def _as_no_script() -> Iterator[None]:
     """Keep a new process from running the script that this one was started by: it may be one
     that starts a run like this when it is imported."""
-    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+    no_script = mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")})
+    with no_script, mock.patch.dict(os.environ, {IN_ANOTHER_PROCESS: "1"}):
         yield
+
+
+def _end(process: Any) -> None:
+    """End a process, and those that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def _ended(received: list[tuple[str, Any]], exit_code: int) -> Ended:
@@ -122,8 +149,13 @@ def _ended(received: list[tuple[str, Any]], exit_code: int) -> Ended:
     sent = [content for each, content in received if each == "sent"]
     if kind == "returned":
         return Ended(value, sent, "", killed=False)
+    if kind == "not checked":
+        raise NotChecked(f"in a process of its own: {value}")
     if kind == "failed":
         return Ended(None, sent, str(value), killed=False)
+    if exit_code < 0 and -exit_code != signal.SIGKILL:
+        name = signal.Signals(-exit_code).name
+        return Ended(None, sent, f"the process was ended by {name}", killed=False)
     if exit_code < 0:
         return Ended(None, sent, "", killed=True)
     return Ended(None, sent, f"the process ended with status {exit_code}", killed=False)
@@ -138,25 +170,31 @@ def send(value: Any) -> None:
     _outlet.send_bytes(pickle.dumps(("sent", value)))
 
 
-def _work(source: str, timeout: float, folder: str, job: bytes, outlet: Connection) -> None:
+def _work(whose: Elsewhere, folder: str, job: bytes, outlet: Connection) -> None:
     global _outlet
     _outlet = outlet
+    os.setsid()  # what the trainer starts is ended with it
+    tempfile.tempdir = str(whose.scratch)
     os.chdir(folder)
     from forge_conformance.lab import Lab
     from forge_conformance.subject.faults import TrainerFault, brief_error
-    from forge_conformance.target import resolve
+    from forge_conformance.target import TargetError, resolve
 
-    lab = Lab(resolve(source), timeout)
+    lab = None
     try:
+        lab = Lab(resolve(whose.source), whose.timeout)
         threads, program, arguments = pickle.loads(job)
         torch.set_num_threads(threads)
         answer = ("returned", program(lab, *arguments))
+    except (NotChecked, TargetError) as error:
+        answer = ("not checked", str(error))
     except TrainerFault as fault:
         answer = ("failed", str(fault))
     except BaseException as error:
         answer = ("failed", f"it ended in {brief_error(error)}")
     outlet.send_bytes(pickle.dumps(answer))
-    lab.close()
+    if lab is not None:
+        lab.close()
     outlet.close()
     # Threads that a trainer leaves behind are not for this process to wait for.
     os._exit(0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,10 @@ from forge_conformance.observe.crash import Killer, kill
 from forge_conformance.subject.elsewhere import Elsewhere, send
 
 
-@pytest.fixture(scope="module")
-def elsewhere() -> Elsewhere:
-    return Elsewhere("reference_impls.plain:PlainTrainer", timeout=20)
+@pytest.fixture
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
+    scratch = tmp_path_factory.mktemp("scratch")
+    return Elsewhere("reference_impls.plain:PlainTrainer", timeout=20, scratch=scratch)
 
 
 def step_and_folder(lab: Lab, added: int) -> tuple[int, str]:
@@ -55,9 +59,47 @@ def test_a_failure_is_told_in_words(elsewhere):
     assert elsewhere.run(exits).failure == "the process ended with status 7"
 
 
-def test_a_trainer_without_a_name_has_no_other_process():
+@pytest.mark.parametrize("source", ["", "__main__:Trainer"])
+def test_a_trainer_without_a_name_has_no_other_process(source, tmp_path):
     with pytest.raises(NotChecked, match="name it module:Name"):
-        Elsewhere("", timeout=1)
+        Elsewhere(source, timeout=1, scratch=tmp_path)
+
+
+def crashes(lab: Lab) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def starts_another(lab: Lab) -> int:
+    return subprocess.Popen(["sleep", "60"]).pid
+
+
+def needs_more(lab: Lab) -> None:
+    raise NotChecked("there is no default folder")
+
+
+def test_a_crash_is_a_failure(elsewhere):
+    assert elsewhere.run(crashes).failure == "the process was ended by SIGSEGV"
+
+
+def test_nothing_that_a_trainer_starts_outlives_its_process(elsewhere):
+    pid = elsewhere.run(starts_another).value
+    for _ in range(50):
+        command = Path(f"/proc/{pid}/cmdline")
+        if not command.exists() or not command.read_bytes():
+            return
+        time.sleep(0.1)
+    pytest.fail("it still runs")
+
+
+def test_what_cannot_be_checked_there_isnt_checked_here(elsewhere):
+    with pytest.raises(NotChecked, match="no default folder"):
+        elsewhere.run(needs_more)
+
+
+def test_killed_processes_leave_no_temporary_files(elsewhere):
+    before = set(Path(tempfile.gettempdir()).glob("forge-conformance-*"))
+    assert elsewhere.run(send_and_die).killed
+    assert set(Path(tempfile.gettempdir()).glob("forge-conformance-*")) <= before
 
 
 def test_a_script_that_starts_a_run_isnt_run_again(tmp_path):
