@@ -67,7 +67,7 @@ class Elsewhere:
         self._can_start = True
         self._context = multiprocessing.get_context("forkserver")
         module = source.partition(":")[0]
-        self._context.set_forkserver_preload([module, _CHECKS, *_SLOW_IMPORTS])
+        self._context.set_forkserver_preload([module, _CHECKS, *_SLOW_IMPORTS, _THREADS])
 
     def run(
         self, program: Callable[..., Any], *arguments: Any, folder: Path | None = None
@@ -119,6 +119,7 @@ class Elsewhere:
 
 
 _CHECKS = "forge_conformance.checks"
+_THREADS = "forge_conformance.subject.threads_of_imports"
 _SLOW_IMPORTS = ("torch._dynamo",)
 """What the first optimizer or trainer of a process imports otherwise."""
 
@@ -177,11 +178,14 @@ def _work(whose: Elsewhere, folder: str, job: bytes, outlet: Connection) -> None
     tempfile.tempdir = str(whose.scratch)
     os.chdir(folder)
     from forge_conformance.lab import Lab
+    from forge_conformance.subject import threads_of_imports
     from forge_conformance.subject.faults import TrainerFault, brief_error
     from forge_conformance.target import TargetError, resolve
 
     lab = None
     try:
+        if threads_of_imports.STARTED:
+            raise NotChecked(f"importing {whose.source} starts threads, which a fork lacks")
         lab = Lab(resolve(whose.source), whose.timeout)
         threads, program, arguments = pickle.loads(job)
         torch.set_num_threads(threads)
