@@ -41,7 +41,7 @@ def slow_for_background_writers(seconds: float) -> Iterator[None]:
         for module, name in WRITERS:
             try:
                 patch = mock.patch(f"{module}.{name}", delayed(getattr(_import(module), name)))
-            except (ImportError, AttributeError):
+            except (ImportError, AttributeError):  # not installed, so that nothing writes by it
                 continue
             patches.enter_context(patch)
         yield

@@ -197,6 +197,7 @@ def _timing_lines(summary: Summary) -> list[str]:
         f"overhead ×{summary.overhead:.2f}, the one over the other",
         "slowest "
         + ", ".join(f"{o.clause_id}{_NO_BREAK}{o.seconds:.2f}{_NO_BREAK}s" for o in slowest),
+        "calls " + ", ".join(f"{o.clause_id}{_NO_BREAK}{o.calls}" for o in summary.outcomes),
     ]
 
 

@@ -139,7 +139,7 @@ def _as_no_script() -> Iterator[None]:
 
 def _end(process: Any) -> None:
     """End a process, and those that it has started."""
-    with suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):  # all have ended; or it had no session yet
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()

@@ -124,6 +124,7 @@ def test_timing_tells_the_overhead(run):
             r"  checks \d+\.\d\d s, of which \d+\.\d\d s inside \d+ calls of the trainer$",
             r"  overhead ×\d+\.\d\d, the one over the other$",
             r"  slowest status\.",
+            r"  calls status\.counts \d+, status\.step \d+,",
         ]
     )
 
