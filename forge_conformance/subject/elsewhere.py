@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 
 from forge_conformance.finding import NotChecked
+from forge_conformance.observe.small_disk import SmallDisk
 
 _STARTING = 60.0
 """Seconds that a process may take beside the program's own calls: imports, the first trainer."""
@@ -70,7 +71,11 @@ class Elsewhere:
         self._context.set_forkserver_preload([module, _CHECKS, *_SLOW_IMPORTS, _THREADS])
 
     def run(
-        self, program: Callable[..., Any], *arguments: Any, folder: Path | None = None
+        self,
+        program: Callable[..., Any],
+        *arguments: Any,
+        folder: Path | None = None,
+        on_small_disk: bool = False,
     ) -> Ended:
         """Run `program(lab, *arguments)` to its end.
 
@@ -78,13 +83,15 @@ class Elsewhere:
             program: A function of a module. Its lab is of the same target, in that process.
             arguments: What it takes beside; they are pickled.
             folder: The working folder of the process.
+            on_small_disk: Whether the folder is to be a disk of the process's own. The program
+                takes it after the lab: a `SmallDisk`, or None where the system allows none.
 
         Raises:
             NotChecked: No process can be made, it makes no trainer, or gives no answer in time.
         """
         receiver, sender = self._context.Pipe(duplex=False)
         # Another number of threads may add in another order.
-        job = pickle.dumps((torch.get_num_threads(), program, arguments))
+        job = pickle.dumps((torch.get_num_threads(), program, arguments, on_small_disk))
         process = self._context.Process(
             target=_work,
             args=(self, str(folder or Path.cwd()), job, sender),
@@ -186,8 +193,10 @@ def _work(whose: Elsewhere, folder: str, job: bytes, outlet: Connection) -> None
     try:
         if threads_of_imports.STARTED:
             raise NotChecked(f"importing {whose.source} starts threads, which a fork lacks")
+        threads, program, arguments, on_small_disk = pickle.loads(job)
+        if on_small_disk:  # the lab's thread must be started on it
+            arguments = (_small_disk(Path(folder)), *arguments)
         lab = Lab(resolve(whose.source), whose.timeout)
-        threads, program, arguments = pickle.loads(job)
         torch.set_num_threads(threads)
         answer = ("returned", program(lab, *arguments))
     except (NotChecked, TargetError) as error:
@@ -202,3 +211,10 @@ def _work(whose: Elsewhere, folder: str, job: bytes, outlet: Connection) -> None
     outlet.close()
     # Threads that a trainer leaves behind are not for this process to wait for.
     os._exit(0)
+
+
+def _small_disk(folder: Path) -> SmallDisk | None:
+    try:
+        return SmallDisk(folder)
+    except OSError:
+        return None

@@ -890,6 +890,20 @@ class StaysLocked(PlainTrainer):
             raise RuntimeError("a save is under way")
 
 
+@faulty("checkpoint.unwritable", "when the disk is full, what was saved before makes room")
+class MakesRoom(PlainTrainer):
+    async def save(
+        self, name: str | None = None, path: str | None = None, weights_only: bool = False
+    ) -> str:
+        try:
+            return await super().save(name, path, weights_only)
+        except CheckpointError:
+            if shutil.disk_usage(self.store.folder).free > 2**20:
+                raise
+            shutil.rmtree(self.store.folder)
+            return await super().save(name, path, weights_only)
+
+
 @faulty("checkpoint.unwritable", "gradients make room for a save, and come back if it succeeds")
 class LosesGradientsInAFailedSave(PlainTrainer):
     async def save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from forge_conformance.finding import NotChecked
 from forge_conformance.lab import Lab
 from forge_conformance.observe.crash import Killer, kill
+from forge_conformance.observe.small_disk import SmallDisk
 from forge_conformance.subject.elsewhere import Elsewhere, send
 
 
@@ -141,3 +143,30 @@ def test_a_save_is_killed_at_each_of_its_changes_of_files(elsewhere, tmp_path):
     assert seconds > 0
     assert elsewhere.run(die_before, events - 1, folder=tmp_path).killed
     assert not elsewhere.run(die_before, events + 9, folder=tmp_path).killed
+
+
+def fill(lab: Lab, disk: SmallDisk | None) -> tuple[list[str], int]:
+    """Write a megabyte with room for a quarter of one, and again where nothing may be written."""
+    assert disk is not None
+    errors = []
+    with disk.with_room_for(2**18):
+        try:
+            Path("large").write_bytes(bytes(2**20))
+        except OSError as error:
+            errors.append(errno.errorcode[error.errno])
+    with disk.read_only():
+        try:
+            Path("any").touch()
+        except OSError as error:
+            errors.append(errno.errorcode[error.errno])
+    return errors, Path("large").write_bytes(bytes(2**20))
+
+
+def test_a_small_disk_of_its_own_gets_full(elsewhere, tmp_path):
+    try:
+        subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("the system allows no file system of one's own")
+    ended = elsewhere.run(fill, folder=tmp_path, on_small_disk=True)
+    assert ended.value == (["ENOSPC", "EROFS"], 2**20), ended.failure
+    assert not list(tmp_path.iterdir())  # only that process saw it
