@@ -25,7 +25,7 @@ from forge_conformance.scenarios.losses import Loss, mean_nll, times
 from forge_conformance.subject import CallFailed, Subject
 
 
-@check("forward_backward.failure_atomic", first=batches(), second=batches())
+@check("forward_backward.failure_atomic", share=0.5, first=batches(), second=batches())
 def a_failed_call_changes_nothing(lab: Lab, first: TextTrainBatch, second: TextTrainBatch) -> None:
     """What has already happened when a call fails: the count raised, gradients zeroed, the mode
     switched, part of the batch accumulated? Is the loss function's exception replaced or lost?"""
