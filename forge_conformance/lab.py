@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import shutil
 import sys
 import tempfile
 import traceback
@@ -65,6 +64,7 @@ class Lab:
         self._twins: TwinSource | NotChecked | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="forge-conformance-")
         self._folders = 0
+        self._found: dict[Callable[[Lab], Any], Any] = {}
 
     # Trainers
 
@@ -468,6 +468,13 @@ class Lab:
 
     # Small services
 
+    def once(self, find: Callable[[Lab], T]) -> T:
+        """What `find` gives for this lab, found when it is first asked for."""
+        if find not in self._found:
+            self._found[find] = find(self)
+        found: T = self._found[find]
+        return found
+
     def reseed(self, seed: int = 0) -> None:
         """Set the global random streams, for trainers that draw from them."""
         random.seed(seed)
@@ -494,36 +501,6 @@ class Lab:
             os.chdir(before)
 
     @cached_property
-    def strange_default_folder(self) -> str:
-        """Why the default folder of checkpoints can't be judged; empty where it can.
-
-        What lies outside the kit's own folders may be the user's: nothing is saved there but one
-        probe under a name of its own, which is removed.
-        """
-        with self.working_folder() as folder:
-            try:
-                trainers = [self.fresh() for _ in range(2)]
-            except TargetError as error:
-                return f"in an empty working folder {error}"
-            parents = set()
-            for number, trainer in enumerate(trainers):
-                name = f"{folder.parent.name}-{folder.name} probe {number}"
-                place = Path(os.path.abspath(trainer.save(name)))
-                parents.add(os.path.realpath(place.parent))
-                if not Path(os.path.realpath(place.parent)).is_relative_to(folder):
-                    with suppress(TrainerFault):  # it may still be written in the background
-                        trainer.load(str(place))
-                    if place.name == name:
-                        _remove(place)
-            if not all(Path(parent).is_relative_to(folder) for parent in parents):
-                return (
-                    f"the default folder {sorted(parents)[0]} isn't below the working folder, and "
-                    "the kit touches no checkpoints there: let Target.factory make trainers whose "
-                    "default folder is relative"
-                )
-            return "each new trainer has a default folder of its own" if len(parents) > 1 else ""
-
-    @cached_property
     def elsewhere(self) -> Elsewhere:
         """Processes of their own.
 
@@ -536,13 +513,6 @@ class Lab:
         """Note a SHOULD that a MUST clause contains and that the trainer doesn't keep."""
         if text not in self.advice:
             self.advice.append(text)
-
-
-def _remove(place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place, ignore_errors=True)
-    else:
-        place.unlink(missing_ok=True)
 
 
 async def _called(function: Callable[[], Any]) -> Any:

@@ -16,6 +16,7 @@ from forge_conformance.checks.courses import (
     expect_same_course,
     probe_logits,
 )
+from forge_conformance.checks.default_folder import strange_default_folder
 from forge_conformance.checks.histories import (
     RESUMED_IN,
     Teller,
@@ -177,7 +178,7 @@ def saving_changes_nothing(
             maybe_save()
         return stacked(*shown, subject.forward(batches[0].input_ids))
 
-    by_path = by_path or bool(lab.strange_default_folder)
+    by_path = by_path or bool(strange_default_folder(lab))
     with nullcontext() if by_path else lab.working_folder():
         saving, without = lab.twin_results(
             lambda subject: training(subject, places),

@@ -17,6 +17,7 @@ from torch import Tensor
 from forge_conformance.checks.courses import Course, course, expect_same_course, probe_logits
 from forge_conformance.checks.default_folder import (
     made_here,
+    strange_default_folder,
     train,
     unique,
     with_number,
@@ -50,7 +51,7 @@ def checkpoints_lie_where_they_were_asked_for(lab: Lab, first: int, relative: bo
     """Look at how `save` makes the place: `path/name` as given, without a suffix of its own and
     without cutting the name at a dot; folders made with their parents; an absolute path returned.
     Does `load` take and return just that?"""
-    places = (True,) if lab.strange_default_folder else (True, False)
+    places = (True,) if strange_default_folder(lab) else (True, False)
     with lab.working_folder() as folder:
         trainer = made_here(lab)
         counted_from = trainer.get_status().step
@@ -89,7 +90,7 @@ def a_missing_checkpoint_is_refused(lab: Lab) -> None:
     a silent new start? Does `load` look before it clears gradients, and say which path it was?"""
     with lab.working_folder():
         trainer = made_here(lab)
-        by_path = str(lab.new_folder()) if lab.strange_default_folder else None
+        by_path = str(lab.new_folder()) if strange_default_folder(lab) else None
         location = trainer.save(path=by_path)
         train(lab, trainer)
         trainer.forward_backward(make_batch(lab.domain, lab.domain.usual_shape))

@@ -194,7 +194,7 @@ def _work(whose: Elsewhere, folder: str, job: bytes, outlet: Connection) -> None
         if threads_of_imports.STARTED:
             raise NotChecked(f"importing {whose.source} starts threads, which a fork lacks")
         threads, program, arguments, on_small_disk = pickle.loads(job)
-        if on_small_disk:  # the lab's thread must be started on it
+        if on_small_disk:  # which needs a process that has started no thread yet
             arguments = (_small_disk(Path(folder)), *arguments)
         lab = Lab(resolve(whose.source), whose.timeout)
         torch.set_num_threads(threads)
