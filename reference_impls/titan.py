@@ -1,4 +1,4 @@
-"""`TitanTrainer`: the contract kept on torchtitan's components, in one process."""
+"""`TitanTrainer`: the contract kept on torchtitan's components, in one process or in several."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ from forge.api import (
 )
 from reference_impls.batches import check_batch, check_inputs, count_kept, to_device
 from reference_impls.byte_tokenizer import ByteTokenizer
-from reference_impls.checkpoints import CheckpointError, CheckpointStore, check_same_model
+from reference_impls.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    check_same_model,
+)
 from reference_impls.losses import check_loss, token_mean_loss
 from reference_impls.optimization import (
     CLIP_NORM,
     Schedule,
-    backward_or_restore,
     clip,
     warm_up_then_decay,
 )
@@ -42,14 +46,18 @@ from reference_impls.titan_components import (
     build_model,
     flavour_spec,
     hf_config,
-    one_process,
     runnable,
     small_spec,
 )
+from reference_impls.titan_parallel import Parallel, sharded_like
 
 
 class TitanTrainer:
-    """Trains a dense model of torchtitan, from fresh weights, in one process without a group.
+    """Trains a dense model of torchtitan, from fresh weights, in one process or in several.
+
+    Under a launcher such as torchrun every rank makes a trainer with the same arguments and calls
+    it with the same ones, batches whole; every rank gets the same results, which are those of one
+    process. The trainer divides the rows itself. What fails on one rank raises on all of them.
 
     No method gives up the event loop before it is done: calls that overlap run one after the
     other in the order they were issued, and a cancelled one has either not begun or is complete.
@@ -64,7 +72,9 @@ class TitanTrainer:
         optimizer: Torchtitan's configuration of the optimizers; its rates multiply the schedule's.
         schedule: The learning rate; the first update is at position 1.
         clip_norm: The 2-norm that an update's gradient is scaled down to; `math.inf` for no limit.
-        parallelism: Torchtitan's degrees, all of which must be 1.
+        parallelism: Torchtitan's degrees of data and tensor parallelism, which must multiply to
+            the number of processes; by default each has a shard of the weights. Degrees that are
+            all 1 make a trainer of this process alone.
         checkpoint_dir: The default folder of checkpoints, made by the first `save`.
     """
 
@@ -82,7 +92,9 @@ class TitanTrainer:
         parallelism: TitanParallelism | None = None,
         checkpoint_dir: str | os.PathLike[str] = "checkpoints",
     ) -> None:
-        self.parallel_dims = one_process(parallelism or TitanParallelism())
+        self.parallel = Parallel(parallelism or TitanParallelism(), torch.device(device))
+        self.ranks = self.parallel.ranks
+        self.device = self.parallel.device
         self.spec = runnable(_spec(model, flavour), max_seq_len)
         self.tokenizer = ByteTokenizer()
         if self.tokenizer.vocab_size > self.spec.model.vocab_size:
@@ -90,14 +102,17 @@ class TitanTrainer:
                 f"vocab_size is {self.spec.model.vocab_size}; the tokenizer needs "
                 f"{self.tokenizer.vocab_size}"
             )
-        self.device = torch.device(device)
+        self.parallel.prepare(self.spec)
         self.schedule = schedule
         self.clip_norm = clip_norm
         self.store = CheckpointStore(checkpoint_dir, trainer="titan")
         self.adapter = self.spec.state_dict_adapter(self.spec.model, None)
-        # Only initial weights are random: torchtitan's models have no dropout.
+        # Only initial weights are random: torchtitan's models have no dropout. Every rank draws
+        # all of them and keeps its shards, so that they are the same over any number of ranks.
         with RandomStream(seed, self.device).active():
             self.model = build_model(self.spec, self.device)
+        self._hf_shapes = self._shapes_by_hf_names()
+        self.parallel.shard(self.model, self.spec)
         self._optimizer_config = optimizer or adamw()
         self.optimizers, self.schedulers = self._make_optimizers()
         self.step = 0
@@ -108,13 +123,17 @@ class TitanTrainer:
     async def forward_backward(
         self, batch: TextTrainBatch, loss_fn: LossFn | None = None
     ) -> ForwardBackwardResult:
-        check_batch(batch, **self._limits())
+        with self.ranks.all_or_none():
+            check_batch(batch, **self._limits())
+        self.ranks.check_same("batch", _tensors(batch))
         batch = to_device(batch, self.device)
-        loss = (loss_fn or token_mean_loss)({"logits": self.model(batch.input_ids)}, batch)
-        check_loss(loss)
-        value = loss.item()
-        metrics = {"loss": value, "num_tokens": count_kept(batch)}
-        backward_or_restore(loss, self._trainable())
+        logits = self.parallel.logits(self.model, batch.input_ids)
+        with self.ranks.all_or_none():
+            loss = (loss_fn or token_mean_loss)({"logits": logits}, batch)
+            check_loss(loss)
+            value = loss.item()
+            metrics = {"loss": value, "num_tokens": count_kept(batch)}
+        self.parallel.backward(loss, logits, self._trainable())
         self.accumulated_microbatches += 1
         return ForwardBackwardResult(value, metrics)
 
@@ -124,10 +143,11 @@ class TitanTrainer:
         learning_rate = float(self.schedulers.schedulers[0].get_last_lr()[0])
         applied = self.accumulated_microbatches
         try:
-            clip(self._trainable(), self.clip_norm)
-            self.optimizers.step()
-            self.schedulers.step()
-            self.step += 1
+            with self.ranks.all_or_none():
+                clip(self._trainable(), self.clip_norm)
+                self.optimizers.step()
+                self.schedulers.step()
+                self.step += 1
         finally:
             self._clear()
         return OptimStepResult(self.step, learning_rate, applied)
@@ -138,10 +158,12 @@ class TitanTrainer:
     async def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         # Longer rows than the model's are refused here: of the rotary cache, cut short, torchtitan
         # would only say that a view doesn't fit.
-        check_inputs(inputs, **self._limits())
+        with self.ranks.all_or_none():
+            check_inputs(inputs, **self._limits())
+        self.ranks.check_same("inputs", inputs)
         input_ids = inputs["input_ids"]
         with torch.no_grad():
-            logits: Tensor = self.model(input_ids.to(self.device))
+            logits = self.parallel.logits(self.model, input_ids.to(self.device))
         return logits.to(input_ids.device)
 
     # Checkpoints
@@ -153,56 +175,63 @@ class TitanTrainer:
     async def save(
         self, name: str | None = None, path: str | None = None, weights_only: bool = False
     ) -> str:
-        training = {
-            "step": self.step,
-            "optimizers": self.optimizers.state_dict(),
-            "schedulers": self.schedulers.state_dict(),
-        }
-        return self.store.save(
-            name,
-            path,
-            step=self.step,
-            model_config=self._model_facts(),
-            hf_config=hf_config(self.spec),
-            weights=self._hf_weights(),
-            training=None if weights_only else training,
-        )
+        weights = self.parallel.gathered(self.model.state_dict())
+        training = None
+        if not weights_only:
+            training = {
+                "step": self.step,
+                "optimizers": self.parallel.gathered(self.optimizers.state_dict()),
+                "schedulers": self.schedulers.state_dict(),
+            }
+        saved = ""
+        with self.ranks.all_or_none():
+            if self.ranks.rank == 0:
+                saved = self.store.save(
+                    name,
+                    path,
+                    step=self.step,
+                    model_config=self._model_facts(),
+                    hf_config=hf_config(self.spec),
+                    weights=self.adapter.to_hf(weights),
+                    training=training,
+                )
+        return self.ranks.from_first(saved)
 
     async def load(self, path: str | None = None) -> str:
         """As the protocol has it; weights alone start afresh, with step 0 and a new optimizer."""
-        checkpoint = self.store.read(path)
-        check_same_model(checkpoint, self._model_facts(), self._hf_weights())
-        training = checkpoint.training
-        if training is not None:
-            _check_same_optimizers(training["optimizers"], self.optimizers.state_dict())
+        checkpoint = self._read(path)
         # Nothing below can fail. New optimizers are made once no gradient is pending.
         self._clear()
-        self.model.load_state_dict(self.adapter.from_hf(dict(checkpoint.weights)))
+        weights = self.adapter.from_hf(dict(checkpoint.weights))
+        self.model.load_state_dict(sharded_like(weights, self.model.state_dict()))
         self.optimizers, self.schedulers = self._make_optimizers()
         self.step = 0
-        if training is not None:
-            self.optimizers.load_state_dict(training["optimizers"])
+        if checkpoint.training is not None:
+            state, own = checkpoint.training["optimizers"], self.optimizers.state_dict()
+            self.optimizers.load_state_dict(sharded_like(state, own))
             with warnings.catch_warnings():
                 # Torchtitan's container calls what torch wants called within a step only.
                 warnings.filterwarnings("ignore", "To get the last learning rate")
-                self.schedulers.load_state_dict(training["schedulers"])
-            self.step = training["step"]
+                self.schedulers.load_state_dict(checkpoint.training["schedulers"])
+            self.step = checkpoint.training["step"]
         return checkpoint.path
 
     # What it is
 
     async def get_config(self) -> TrainerConfig:
-        dims = self.parallel_dims
+        dims = self.parallel.dims
         return TrainerConfig(
             model_name=f"{self.spec.name}-{self.spec.flavor}",
             model_config=self._model_facts(),
             parallelism=ParallelismConfig(
-                dp_degree=dims.dp_replicate * dims.dp_shard,
+                dp_degree=self.parallel.data_degree,
                 tp_degree=dims.tp,
                 pp_degree=dims.pp,
                 cp_degree=dims.cp,
                 ep_degree=dims.ep,
                 world_size=dims.world_size,
+                dp_rank=self.parallel.data_rank,
+                tp_rank=self.parallel.tensor_rank,
                 device=str(self.device),
             ),
         )
@@ -233,10 +262,33 @@ class TitanTrainer:
     def _trainable(self) -> list[Tensor]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def _hf_weights(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face's names; the output layer's only if it isn't tied."""
-        weights: dict[str, Tensor] = self.adapter.to_hf(self.model.state_dict())
-        return weights
+    def _read(self, path: str | None) -> Checkpoint:
+        """A checkpoint that fits, on every rank; or an error on every rank."""
+        checkpoint = None
+        with self.ranks.all_or_none():
+            # Rank 0 first: it tells which is the latest, and settles what a killed save left.
+            if self.ranks.rank == 0:
+                checkpoint = self.store.read(path)
+        path = self.ranks.from_first(path if checkpoint is None else checkpoint.path)
+        with self.ranks.all_or_none():
+            if checkpoint is None:
+                checkpoint = self.store.read(path)
+            check_same_model(checkpoint, self._model_facts(), self._hf_shapes)
+            if checkpoint.training is not None:
+                _check_same_optimizers(
+                    checkpoint.training["optimizers"], self.optimizers.state_dict()
+                )
+        return checkpoint
+
+    def _shapes_by_hf_names(self) -> dict[str, Tensor]:
+        """What the weights are, on no device; the output layer's only if it isn't tied."""
+        shapes: dict[str, Tensor] = self.adapter.to_hf(
+            {
+                name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                for name, weight in self.model.state_dict().items()
+            }
+        )
+        return shapes
 
     def _limits(self) -> dict[str, int]:
         config = self.spec.model
@@ -264,6 +316,10 @@ def _spec(model: str | ModelSpec, flavour: str | None) -> ModelSpec:
             raise ValueError("flavour is of a model by name; a specification has its sizes already")
         return model
     return small_spec(model) if flavour is None else flavour_spec(model, flavour)
+
+
+def _tensors(batch: TextTrainBatch) -> dict[str, Tensor]:
+    return {name: field for name, field in vars(batch).items() if isinstance(field, Tensor)}
 
 
 def _check_same_optimizers(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Torchtitan's own pieces as `TitanTrainer` uses them: models, optimizers, degrees, export."""
+"""Torchtitan's own pieces as `TitanTrainer` uses them: models, optimizers, export."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-from torchtitan.config import ParallelismConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common import (
     ComplexRoPE,
@@ -250,22 +248,7 @@ def sgd() -> OptimizersContainer.Config:
     return OptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(pattern=r".*", optimizer_name="SGD", optimizer_kwargs={"lr": 1.0})
-        ]
+        ],
+        # Torch has no fused SGD, the container's default, for shards.
+        implementation="foreach",
     )
-
-
-# Degrees
-
-
-def one_process(parallelism: ParallelismConfig) -> ParallelDims:
-    """The degrees of a trainer in one process.
-
-    Raises:
-        ValueError: They are those of several processes.
-    """
-    try:
-        return ParallelDims.from_config(parallelism, world_size=1)
-    except AssertionError as error:
-        raise ValueError(
-            f"{error}; this trainer runs in one process: leave degrees at 1"
-        ) from error

@@ -423,8 +423,9 @@ def test_a_specification_is_the_callers_own(make):
         ({"flavour": "9B"}, "no flavour '9B'; it has debugmodel, 1B"),
         ({"model": "qwen3", "flavour": "debugmodel_moe"}, "mixture of experts"),
         ({"max_seq_len": 65}, "takes 1 to 64"),
-        ({"parallelism": ParallelismConfig(tensor_parallel_degree=2)}, "runs in one process"),
-        ({"parallelism": ParallelismConfig(data_parallel_shard_degree=2)}, "in one process"),
+        ({"parallelism": ParallelismConfig(tensor_parallel_degree=2)}, r"make 1 process\(es\)"),
+        ({"parallelism": ParallelismConfig(data_parallel_shard_degree=2)}, "start as many"),
+        ({"parallelism": ParallelismConfig(context_parallel_degree=2)}, "not context parallelism"),
     ],
 )
 def test_what_cant_be_had_is_refused(make, arguments, match):
