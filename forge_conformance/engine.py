@@ -73,29 +73,46 @@ def judge(check: Check, lab: Lab, profile: Profile, seed: int) -> Outcome:
 
 
 def _outcome(trial: _Trial, seed: int) -> Outcome:
-    clause_id = trial.check.clause_id
     try:
         trial.run(seed)
-    except TargetError as error:
+    except Settled as settled:
+        return settled.outcome
+    except Exception as error:
+        return _outcome_of(error, trial)
+    return Outcome(trial.check.clause_id, Verdict.HELD)
+
+
+def _outcome_of(error: Exception, trial: _Trial) -> Outcome:
+    """What an exception that ended a check makes of its clause."""
+    clause_id = trial.check.clause_id
+    if isinstance(error, TargetError):
         return Outcome(clause_id, Verdict.TARGET_ERROR, reason=str(error))
-    except NotChecked as error:
+    if isinstance(error, NotChecked):
         hints = "; ".join(need.hint for need in error.needs)
         reason = f"{error.reason}: {hints}" if hints else error.reason
         return Outcome(clause_id, Verdict.NOT_CHECKED, reason=reason)
-    except (Broken, TrainerFault) as error:
+    if isinstance(error, Broken | TrainerFault):
         return Outcome(clause_id, Verdict.BROKE, finding=_finding(error, trial))
-    except Exception as error:
-        if not _comes_from(error, trial.lab.package):
-            return Outcome(clause_id, Verdict.KIT_ERROR, reason=traceback.format_exc())
-        trial.lab.discard()
-        unusable = Broken(
-            expected="objects whose attributes, repr and comparisons can be used",
-            seen=f"{type(error).__name__} from the trainer's own code when they were",
-        )
-        finding = _finding(unusable, trial)
-        finding.trainer_traceback = _trainer_traceback(error)
-        return Outcome(clause_id, Verdict.BROKE, finding=finding)
-    return Outcome(clause_id, Verdict.HELD)
+    if not _comes_from(error, trial.lab.package):
+        reason = "".join(traceback.format_exception(error))
+        return Outcome(clause_id, Verdict.KIT_ERROR, reason=reason)
+    trial.lab.discard()
+    unusable = Broken(
+        expected="objects whose attributes, repr and comparisons can be used",
+        seen=f"{type(error).__name__} from the trainer's own code when they were",
+    )
+    finding = _finding(unusable, trial)
+    finding.trainer_traceback = _trainer_traceback(error)
+    return Outcome(clause_id, Verdict.BROKE, finding=finding)
+
+
+class Settled(Exception):
+    """What all ranks make of one input together; `hangs` tells whether a call never ended."""
+
+    def __init__(self, outcome: Outcome, hangs: bool) -> None:
+        super().__init__(outcome.verdict.value)
+        self.outcome = outcome
+        self.hangs = hangs
 
 
 def _comes_from(error: BaseException, package: str) -> bool:
@@ -121,6 +138,11 @@ class _Trial:
         self._tries_left = math.inf
 
     def run(self, seed: int) -> None:
+        ranks = self.lab.ranks
+        if ranks.lost:
+            raise NotChecked(f"not all ranks answer any more: {ranks.lost.splitlines()[0]}")
+        if ranks.several and self.check.alone:
+            raise NotChecked("this changes files or starts processes: judge it in one process")
         if not self.check.varying:
             self._try({})
         else:
@@ -169,18 +191,64 @@ class _Trial:
         self._tries_left -= 1
         self.examples += 1
         try:
-            self.check.judge(self.lab, **drawn)
+            self._judge(drawn)
             self._decided += 1
         except Undecided as error:
             self._undecided = str(error)
-        except (Broken, TrainerFault) as error:
+        except (Broken, TrainerFault, Settled) as error:
+            if isinstance(error, Settled) and error.outcome.verdict is not Verdict.BROKE:
+                raise
             # Making a call that never returns smaller would take its time limit again and again.
-            shrinks = 0 if isinstance(error, TimedOut) else self.profile.shrinks
+            hangs = error.hangs if isinstance(error, Settled) else isinstance(error, TimedOut)
+            shrinks = 0 if hangs else self.profile.shrinks
             self._tries_left = min(self._tries_left, shrinks)
             self._failures[key] = error
             self.smallest, self._smallest_failure = drawn, error
             self.lab.discard()
             raise
+
+    def _judge(self, drawn: dict[str, Any]) -> None:
+        """Judge one input, with the same end on every rank.
+
+        Hypothesis stays in step over the ranks only where all raise the same class from the same
+        line, or all raise nothing.
+        """
+        ranks = self.lab.ranks
+        if not ranks.several:
+            self.check.judge(self.lab, **drawn)
+            return
+        mine: Outcome | str | None = None
+        hangs = False
+        self.smallest = drawn
+        try:
+            self.check.judge(self.lab, **drawn)
+        except Undecided as error:
+            mine = str(error)
+        except Exception as error:
+            mine, hangs = _outcome_of(error, self), isinstance(error, TimedOut)
+        if ranks.lost and isinstance(mine, Outcome):
+            raise Settled(mine, hangs=True)
+        worst, hangs = _worst(ranks.ends(self.check.clause_id, (mine, hangs)))
+        if isinstance(worst, Outcome):
+            raise Settled(worst, hangs)
+        if worst is not None:
+            raise Undecided(worst)
+
+
+_WORSE = (Verdict.NOT_CHECKED, Verdict.BROKE, Verdict.TARGET_ERROR, Verdict.KIT_ERROR)
+
+
+def _worst(told: list[tuple[Outcome | str | None, bool]]) -> tuple[Outcome | str | None, bool]:
+    """Of what the ranks make of an input what decides: an outcome before a mere doubt."""
+    outcomes = [each for each, _ in told if isinstance(each, Outcome)]
+    hangs = any(hang for _, hang in told)
+    if not outcomes:
+        return next((each for each, _ in told if each is not None), None), hangs
+    worst = max(outcomes, key=lambda outcome: _WORSE.index(outcome.verdict))
+    elsewhere = [rank for rank, (each, _) in enumerate(told) if each is None]
+    if worst.finding is not None and elsewhere:
+        worst.finding.seen += f" (though nothing on rank {', '.join(map(str, elsewhere))})"
+    return worst, hangs
 
 
 def _finding(error: Broken | TrainerFault, trial: _Trial) -> Finding:
@@ -195,7 +263,7 @@ def _finding(error: Broken | TrainerFault, trial: _Trial) -> Finding:
     if isinstance(error, Broken):
         finding.expected, finding.seen, finding.apart = error.expected, error.seen, error.apart
         return finding
-    finding.expected = f"a usable answer from {error.method}()"
+    finding.expected = f"{error.expected} from {error.method}()"
     finding.seen = str(error)
     finding.follows = error.root if error.root != trial.check.clause_id else None
     if isinstance(error, CallFailed):

@@ -26,7 +26,15 @@ from forge_conformance.oracle.tolerance import Arithmetic
 from forge_conformance.scenarios.batches import make_batch, make_ids
 from forge_conformance.scenarios.domain import Domain
 from forge_conformance.scenarios.losses import Witness, mean_nll
-from forge_conformance.subject import CallTimedOut, Journal, Loop, Program, Subject, TrainerFault
+from forge_conformance.subject import (
+    CallTimedOut,
+    Journal,
+    Loop,
+    Program,
+    Ranks,
+    Subject,
+    TrainerFault,
+)
 from forge_conformance.subject.elsewhere import Elsewhere
 from forge_conformance.subject.faults import brief_error
 from forge_conformance.subject.stack import trainer_frames
@@ -48,10 +56,17 @@ class Lab:
     leaves them behind: the next one gets new ones.
     """
 
-    def __init__(self, target: Target, timeout: float, against: Target | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        timeout: float,
+        against: Target | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.target = target
         self.against = against
-        self.loop = Loop(timeout)
+        self.ranks = ranks or Ranks()
+        self.loop = Loop(timeout, self.ranks.last_words)
         self.journal = Journal()
         self.advice: list[str] = []
         self.package = ""
@@ -62,7 +77,8 @@ class Lab:
         self._pair_uses = 0
         self._alive: list[Subject] = []
         self._twins: TwinSource | NotChecked | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="forge-conformance-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="forge-conformance-")
+        self._folder = Path(self.ranks.from_first("a folder", lambda: self._temporary.name))
         self._folders = 0
         self._found: dict[Callable[[Lab], Any], Any] = {}
 
@@ -150,7 +166,7 @@ class Lab:
 
         async def make() -> Any:
             trainer = await _awaited(self.target.factory())
-            made.append(Subject(trainer, self.loop, self.journal))
+            made.append(Subject(trainer, self.loop, self.journal, self.ranks))
             return trainer
 
         try:
@@ -171,11 +187,12 @@ class Lab:
 
     def close(self) -> None:
         """End the run: the trainers, the loop, and the files that were saved."""
-        self.discard()
-        for subject in list(self._alive):
-            self._retire(subject)
+        if not self.ranks.lost:
+            self.discard()
+            for subject in list(self._alive):
+                self._retire(subject)
         self.loop.close()
-        self._folder.cleanup()
+        self._temporary.cleanup()
 
     def retire_others(self) -> None:
         """Close the trainers that no check will use again."""
@@ -362,8 +379,13 @@ class Lab:
         Finding them takes one `forward_backward`, whose gradients are cleared.
 
         Raises:
-            NotChecked: They can't be read in this process.
+            NotChecked: They can't be read in this process, or are spread over several.
         """
+        if self.ranks.several:
+            raise NotChecked(
+                "what a rank holds of parameters and gradients is known to the trainer alone: "
+                "judge this clause in one process"
+            )
         declared = self.target.parameters
         tensors: Mapping[str, Tensor]
         if declared is not None:
@@ -417,6 +439,20 @@ class Lab:
     # Making trainers
 
     def _build(self, what: str, factory: Factory) -> Subject:
+        subject: Subject | None = None
+        error = ""
+        try:
+            subject = self._build_here(what, factory)
+        except TargetError as raised:
+            error = str(raised)
+        for rank, told in enumerate(self.ranks.exchange(what, error)):
+            if told:
+                on_rank = f"on rank {rank}: " if self.ranks.several else ""
+                raise TargetError(on_rank + told)
+        assert subject is not None
+        return subject
+
+    def _build_here(self, what: str, factory: Factory) -> Subject:
         async def made() -> Any:
             return await _awaited(factory())
 
@@ -434,7 +470,7 @@ class Lab:
         if trainer is None:
             raise TargetError(f"{what} returned None instead of a trainer")
         self.package = type(trainer).__module__.partition(".")[0]
-        subject = Subject(trainer, self.loop, self.journal)
+        subject = Subject(trainer, self.loop, self.journal, self.ranks)
         self._alive.append(subject)
         return subject
 
@@ -485,8 +521,8 @@ class Lab:
     def new_folder(self) -> Path:
         """A new empty folder for checkpoints, gone when the run ends."""
         self._folders += 1
-        folder = Path(self._folder.name) / str(self._folders)
-        folder.mkdir()
+        folder = self._folder / str(self._folders)
+        folder.mkdir(exist_ok=self.ranks.several)
         return folder
 
     @contextmanager
@@ -502,7 +538,7 @@ class Lab:
 
     @cached_property
     def elsewhere(self) -> Elsewhere:
-        """Processes of their own.
+        """Processes of their own, each a world of one rank.
 
         Raises:
             NotChecked: Another process can't make this trainer.

@@ -6,6 +6,7 @@ import inspect
 import os
 import random
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from forge_conformance.contract import Clause, UnknownClause, select
+from forge_conformance.contract import Clause, Need, UnknownClause, select
 from forge_conformance.engine import PROFILES
 from forge_conformance.items import ClauseArea, ClauseItem, FailureRepr
 from forge_conformance.lab import Lab
@@ -28,6 +29,7 @@ from forge_conformance.report.text import (
     sentence_lines,
     verdict_lines,
 )
+from forge_conformance.subject import Ranks
 from forge_conformance.target import Target, TargetError, resolve
 
 
@@ -43,7 +45,20 @@ def new_session(config: pytest.Config, name: str) -> Session:
     runnable = [clause for clause in clauses if not clause.pending]
     if not runnable:
         raise pytest.UsageError(f"{clauses[0].id} can't be judged: {clauses[0].pending}")
-    return Session(config, target, against, runnable)
+    timeout = config.getoption("trainer_timeout")
+    ranks = Ranks.of_this_process(timeout + _MARGIN_OF_RANKS)
+    if ranks.several and config.getoption("numprocesses", None):
+        raise pytest.UsageError("pytest-xdist (-n) can't share out a run of several ranks")
+    # A disagreement of ranks is the cause of much else; in one process none can be.
+    between_ranks = [clause for clause in runnable if Need.RANKS in clause.needs]
+    others = [clause for clause in runnable if clause not in between_ranks]
+    if ranks.several or not others:
+        others = [*between_ranks, *others]
+    return Session(config, target, Lab(target, timeout, against, ranks), others)
+
+
+_MARGIN_OF_RANKS = 60.0
+"""Seconds that one rank may be ahead of another, beside the time limit of a call."""
 
 
 class Session:
@@ -53,19 +68,19 @@ class Session:
         self,
         config: pytest.Config,
         target: Target,
-        against: Target | None,
+        lab: Lab,
         clauses: list[Clause],
     ) -> None:
         self.config = config
         self.target = target
+        self.lab = lab
         self.clauses = clauses
         self.profile = PROFILES[config.getoption("conformance_profile")]
         self.strict: bool = config.getoption("conformance_strict")
-        self.seed = _seed(config)
+        self.seed = lab.ranks.from_first("the seed", lambda: _seed(config))
         self.in_worker = hasattr(config, "workerinput")
         self.alone = config.args_source is not pytest.Config.ArgsSource.ARGS
         self.judges = self.alone or config.getoption("conformance")
-        self.lab = Lab(target, config.getoption("trainer_timeout"), against)
         self._outcomes: dict[str, Outcome] = {}
         self._areas = _node_ids_of_areas(config, clauses)
         self._selected: list[str] = []
@@ -73,6 +88,10 @@ class Session:
         self._interrupted = False
         self._exit_status = 0
         self._driven: set[pytest.Item] = set()
+        if not lab.ranks.first:
+            # One rank tells what all have found.
+            config.pluginmanager.set_blocked("terminalreporter")
+            config.option.xmlpath = None
         if self.alone:
             config.args = []
             config.args_source = pytest.Config.ArgsSource.ARGS
@@ -82,7 +101,9 @@ class Session:
     @property
     def again(self) -> str:
         """The command that repeats this run, as far as a clause."""
-        parts = ["pytest", f"--trainer={self.config.getoption('trainer')}"]
+        ranks = self.lab.ranks
+        launcher = ["torchrun", f"--nproc-per-node={ranks.size}", "-m"] if ranks.several else []
+        parts = [*launcher, "pytest", f"--trainer={self.config.getoption('trainer')}"]
         second = self.config.getoption("trainer_against")
         if second is not None:
             parts.append(f"--trainer-against={second}")
@@ -132,12 +153,25 @@ class Session:
         self.lab.loop.run_unlimited(function(**arguments))
         return True
 
+    # Several ranks
+
+    def pytest_sessionstart(self) -> None:
+        ranks = self.lab.ranks
+        if ranks.several and ranks.first:
+            signal.signal(signal.SIGTERM, self._another_rank_has_ended)
+
+    def _another_rank_has_ended(self, _signal: int, _frame: Any) -> None:
+        """Launchers terminate all ranks when one has failed; the verdict is still to be told."""
+        ranks = self.lab.ranks
+        ranks.lost = ranks.lost or "the launcher ends the run, as it does when a rank has ended"
+
     # Collecting and running
 
     def pytest_report_header(self) -> str:
         return (
             f"conformance: {self.target.name}, {_count(len(self.clauses), 'clause')}, "
             f"profile {self.config.getoption('conformance_profile')}, seed {self.seed}"
+            + (f", {self.lab.ranks.size} ranks" if self.lab.ranks.several else "")
         )
 
     @pytest.hookimpl(tryfirst=True)
@@ -302,6 +336,7 @@ class Session:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         self.lab.close()
+        self.lab.ranks.leave()
         if not self.in_worker and self._would_never_exit():
             sys.stdout.flush()
             sys.stderr.flush()

@@ -99,7 +99,7 @@ def a_resumed_run_is_the_one_that_never_stopped(
         last = save is teller.full_saves()[-1]
         for whose in RESUMED_IN if last else RESUMED_IN[:2]:
             teller.resume(save, whose)
-    if in_a_process and lab.target.source:
+    if in_a_process and lab.target.source and not lab.ranks.several:
         save = teller.full_saves()[-1]
         shown = resumed_elsewhere(lab, save.path, save.following, name)
         what = "a trainer in a fresh process goes on after load as the one that never stopped"

@@ -40,7 +40,7 @@ _DAMAGES: Mapping[str, Callable[[bytes], bytes | None]] = {
 }
 
 
-@check("checkpoint.damaged")
+@check("checkpoint.damaged", alone=True)
 def damage_is_refused_or_undone(lab: Lab) -> None:
     """Read and compare all (every file, a digest of each, names and shapes) before the first
     weight is overwritten, gradients are cleared or the optimizer is rebuilt. What is there in part
@@ -63,7 +63,7 @@ def damage_is_refused_or_undone(lab: Lab) -> None:
         _advise_about_other_content(scene, saved, files, in_place)
 
 
-@check("checkpoint.foreign")
+@check("checkpoint.foreign", alone=True)
 def other_models_checkpoints_are_refused(lab: Lab) -> None:
     """Are names and shapes compared both ways before anything is copied? `strict=False`, a loop
     over the names that are there, and `copy_`, which spreads one row over all, take what isn't

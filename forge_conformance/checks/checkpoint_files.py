@@ -43,6 +43,7 @@ _PATHS = ("runs", "nót/made yet/日本", "p" * 100)
 
 @check(
     "checkpoint.location",
+    alone=True,
     share=0.25,
     first=lambda _: st.integers(0, len(_NAMES) - 1),
     relative=lambda _: st.booleans(),
@@ -84,7 +85,7 @@ def checkpoints_lie_where_they_were_asked_for(lab: Lab, first: int, relative: bo
         _expect_text_and_try_object(lab, trainer, folder / "as an object")
 
 
-@check("checkpoint.missing")
+@check("checkpoint.missing", alone=True)
 def a_missing_checkpoint_is_refused(lab: Lab) -> None:
     """Does a path that isn't there end in the latest checkpoint, in one with a similar name, or in
     a silent new start? Does `load` look before it clears gradients, and say which path it was?"""
@@ -169,7 +170,7 @@ def no_file_needs_unrestricted_unpickling(lab: Lab) -> None:
         )
 
 
-@check("checkpoint.keeps_named")
+@check("checkpoint.keeps_named", alone=True)
 def named_checkpoints_stay(lab: Lab) -> None:
     """Look at what deletes old checkpoints: does it know which ones the caller named, whatever
     their names look like, or does it count all folders?"""

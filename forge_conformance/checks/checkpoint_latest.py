@@ -29,7 +29,7 @@ from forge_conformance.observe.exported import files_of
 from forge_conformance.subject import CallFailed, Subject
 
 
-@check("checkpoint.latest", situation=lambda _: st.sampled_from(sorted(_SITUATIONS)))
+@check("checkpoint.latest", alone=True, situation=lambda _: st.sampled_from(sorted(_SITUATIONS)))
 def load_finds_what_was_saved_last(lab: Lab, situation: str) -> None:
     """How does `load` without a path choose? By name, 9 comes after 10; file times change in a
     copy; the step isn't what tells after going back; weights alone, unfinished saves and foreign

@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 @check(
     "checkpoint.overwrite",
+    alone=True,
     share=0.5,
     weights_only=lambda _: st.booleans(),
     then_weights_only=lambda _: st.booleans(),
@@ -76,7 +77,7 @@ def a_name_is_replaced_whole_or_not_at_all(
     expect_same(seen.loaded, expected, f"{what} {when}", lab.unmoved_allowed)
 
 
-@check("checkpoint.unwritable", share=0.25, seed=lambda _: st.integers(0, 99))
+@check("checkpoint.unwritable", alone=True, share=0.25, seed=lambda _: st.integers(0, 99))
 def what_cannot_be_saved_raises(lab: Lab, seed: int) -> None:
     """Does `save` swallow an error of the file system, leave a part that `load()` takes for a
     checkpoint, or leave the trainer moved, cleared, or in another mode?"""
@@ -116,6 +117,7 @@ def what_cannot_be_saved_raises(lab: Lab, seed: int) -> None:
 
 @check(
     "checkpoint.crash_safe",
+    alone=True,
     share=1.5,
     moment=lambda _: st.integers(0, 199),
     by_time=lambda _: st.booleans(),

@@ -179,7 +179,7 @@ def equal_trainers_stay_bitwise_equal(lab: Lab, seeds: list[int]) -> None:
     expect_same(second, first, what)
 
 
-@check("numerics.parity")
+@check("numerics.parity", alone=True)
 def another_trainer_computes_the_same(lab: Lab) -> None:
     """The first divergence tells where to look: logits before any update, the model itself or how
     weights are exported; the loss, its normaliser; the losses after updates, the optimizer, its

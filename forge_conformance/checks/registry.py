@@ -22,12 +22,14 @@ class Check:
         varying: What Hypothesis draws, by parameter name: a strategy once the inputs that the
             trainer takes are known. Without any, the check runs once.
         share: The part of a profile's inputs that is tried, of checks that look long at each.
+        alone: Whether it is for a run in one process, as it changes files or starts processes.
     """
 
     clause_id: str
     judge: Callable[..., None]
     varying: Mapping[str, Drawn]
     share: float = 1.0
+    alone: bool = False
 
     @property
     def where_to_look(self) -> str:
@@ -41,7 +43,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(_CHECKS)
 
 
 def check(
-    clause_id: str, /, *, share: float = 1.0, **varying: Drawn
+    clause_id: str, /, *, share: float = 1.0, alone: bool = False, **varying: Drawn
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function the check of a clause; its docstring says where to look after a break.
 
@@ -58,7 +60,7 @@ def check(
             raise ValueError(f"{clause_id} has two checks")
         if not judge.__doc__:
             raise ValueError(f"the check of {clause_id} has no docstring that says where to look")
-        _CHECKS[clause_id] = Check(clause_id, judge, MappingProxyType(varying), share)
+        _CHECKS[clause_id] = Check(clause_id, judge, MappingProxyType(varying), share, alone)
         return judge
 
     return register

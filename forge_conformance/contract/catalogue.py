@@ -37,7 +37,6 @@ _PENDING = {
         "concurrency",
         "isolation",
         "resources",
-        "distributed",
     )
 }
 

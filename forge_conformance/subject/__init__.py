@@ -8,6 +8,7 @@ from forge_conformance.subject.faults import (
     TrainerFault,
 )
 from forge_conformance.subject.loop import CallTimedOut, Loop
+from forge_conformance.subject.ranks import RankLost, Ranks
 from forge_conformance.subject.subject import Journal, Losses, Program, Status, Subject, Update
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "Malformed",
     "NotAwaitable",
     "Program",
+    "RankLost",
+    "Ranks",
     "Status",
     "Subject",
     "TimedOut",

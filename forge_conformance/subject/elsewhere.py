@@ -25,6 +25,7 @@ import torch
 
 from forge_conformance.finding import NotChecked
 from forge_conformance.observe.small_disk import SmallDisk
+from forge_conformance.subject.ranks import without_launcher
 
 _STARTING = 60.0
 """Seconds that a process may take beside the program's own calls: imports, the first trainer."""
@@ -64,6 +65,8 @@ class Elsewhere:
             raise NotChecked("another process can't make this trainer: name it module:Name")
         self.source = source
         self.timeout = timeout
+        self.limit = _STARTING + 5 * timeout
+        """Seconds that a program may take between two things that it tells."""
         self.scratch = scratch
         self._can_start = True
         self._context = multiprocessing.get_context("forkserver")
@@ -109,11 +112,10 @@ class Elsewhere:
             )
         sender.close()
         received: list[tuple[str, Any]] = []
-        limit = _STARTING + 5 * self.timeout
         try:
-            while receiver.poll(limit):
+            while receiver.poll(self.limit):
                 received.append(pickle.loads(receiver.recv_bytes()))
-            raise NotChecked(f"a process of its own gave no answer within {limit:g} s")
+            raise NotChecked(f"a process of its own gave no answer within {self.limit:g} s")
         except EOFError:
             process.join(self.timeout)
         finally:
@@ -138,9 +140,9 @@ IN_ANOTHER_PROCESS = "FORGE_CONFORMANCE_ELSEWHERE"
 @contextmanager
 def _as_no_script() -> Iterator[None]:
     """Keep a new process from running the script that this one was started by: it may be one
-    that starts a run like this when it is imported."""
+    that starts a run like this when it is imported. Of a launcher it knows nothing."""
     no_script = mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")})
-    with no_script, mock.patch.dict(os.environ, {IN_ANOTHER_PROCESS: "1"}):
+    with no_script, without_launcher(), mock.patch.dict(os.environ, {IN_ANOTHER_PROCESS: "1"}):
         yield
 
 

@@ -13,6 +13,7 @@ class TrainerFault(Exception):
     """
 
     root: str | None = None
+    expected = "a usable answer"
 
     def __init__(self, method: str, message: str, root: str | None = None) -> None:
         super().__init__(f"{method}() {message}")

@@ -40,20 +40,22 @@ class Loop:
 
     Args:
         timeout: Seconds that one call may take.
+        last_words: Called when a call can't be ended and the process is, with where the call is;
+            what it returns is written to standard error.
 
     Attributes:
         timed_out: Whether a call has been given up: it may have left a thread behind.
         stubborn: Tasks that went on when they were cancelled; destroying one may never end.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, last_words: Callable[[str], str] = lambda _: "") -> None:
         self.timeout = timeout
         self.timed_out = False
         self.stubborn: set[asyncio.Task[Any]] = set()
         self._grace = min(LONGEST_GRACE, timeout)
         self._loop = asyncio.new_event_loop()
         self._context = contextvars.copy_context()
-        self._watchdog = Watchdog(timeout + 3 * self._grace, self._grace)
+        self._watchdog = Watchdog(timeout + 3 * self._grace, self._grace, last_words)
 
     def run(self, awaitable: Awaitable[T]) -> T:
         """The result of `awaitable`.

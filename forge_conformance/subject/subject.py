@@ -22,6 +22,7 @@ from forge_conformance.subject.faults import (
     brief,
 )
 from forge_conformance.subject.loop import CallTimedOut, Loop
+from forge_conformance.subject.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -71,12 +72,18 @@ class Subject:
     `TrainerFault` where the trainer raises, hangs, or returns something unusable; it never raises
     the trainer's own exception. `loss`, `step` and so on are numbers whatever their class was:
     `structure.result_types` alone judges the types.
+
+    Where the run has several ranks, each calls its own trainer at the same point, and a call that
+    doesn't come out the same on all of them is a fault on all of them.
     """
 
-    def __init__(self, trainer: Any, loop: Loop, journal: Journal) -> None:
+    def __init__(
+        self, trainer: Any, loop: Loop, journal: Journal, ranks: Ranks | None = None
+    ) -> None:
         self.trainer = trainer
         self.loop = loop
         self.journal = journal
+        self.ranks = ranks or Ranks()
 
     def forward_backward(
         self, batch: Any, loss_fn: Callable[[dict[str, Any], Any], Tensor] | None = None
@@ -148,6 +155,21 @@ class Subject:
 
     def run(self, name: str, make_awaitable: Callable[[], Awaitable[Any]]) -> Any:
         """Await what `make_awaitable` returns, on the loop; `name` names it in the journal."""
+        answer: Any = None
+        fault: TrainerFault | None = None
+        if self.ranks.several:
+            self.ranks.call(name)
+        try:
+            answer = self._run_here(name, make_awaitable)
+        except TrainerFault as error:
+            fault = error
+        if self.ranks.several:
+            self.ranks.agree(name, answer, fault)
+        if fault is not None:
+            raise fault
+        return answer
+
+    def _run_here(self, name: str, make_awaitable: Callable[[], Awaitable[Any]]) -> Any:
         if self.journal.hung[name] >= _MOST_HANGS:
             raise TimedOut(name, self.loop.timeout, times=_MOST_HANGS)
         self.journal.calls += 1

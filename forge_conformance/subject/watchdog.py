@@ -5,9 +5,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -40,11 +41,13 @@ class Watchdog:
     Args:
         silence: Seconds without a sign of this thread after which `faulthandler` ends the process.
         grace: Seconds between the signal and the end of the process.
+        last_words: Called before that end with where the call is; what it returns is written.
     """
 
-    def __init__(self, silence: float, grace: float) -> None:
+    def __init__(self, silence: float, grace: float, last_words: Callable[[str], str]) -> None:
         self._silence = silence
         self._grace = grace
+        self._last_words = last_words
         self._heartbeat = min(_HEARTBEAT, grace / 2)
         self._stderr = os.dup(2)
         self._deadline: float | None = None
@@ -128,4 +131,7 @@ class Watchdog:
             b"Where it hangs:\n",
         )
         faulthandler.dump_traceback(file=self._stderr)
+        frames = sys._current_frames()
+        more = self._last_words(where_it_runs(frames.get(threading.main_thread().ident or 0)))
+        os.write(self._stderr, more.encode(errors="replace"))
         os._exit(1)
