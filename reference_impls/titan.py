@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -319,7 +320,8 @@ def _spec(model: str | ModelSpec, flavour: str | None) -> ModelSpec:
 
 
 def _tensors(batch: TextTrainBatch) -> dict[str, Tensor]:
-    return {name: field for name, field in vars(batch).items() if isinstance(field, Tensor)}
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _check_same_optimizers(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
