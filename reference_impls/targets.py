@@ -8,6 +8,7 @@ To read as an example: a trainer's own declaration says what its documentation s
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +50,28 @@ def hf_trainer(model: str = "llama", **options: Any) -> Target:
     return _declared(lambda **more: HFTrainer(model, **{**options, **more}), other_model, **options)
 
 
-def titan_trainer(model: str = "llama3", **options: Any) -> Target:
-    """`TitanTrainer(model, **options)` with all that is known about it; needs the extra [titan]."""
+def titan_trainer(model: str = "llama3", *, degree: str = "shard", **options: Any) -> Target:
+    """`TitanTrainer(model, **options)` with all that is known about it; needs the extra [titan].
+
+    Args:
+        degree: What a launcher's processes are for: "shard", "replicate" or "tensor". Without a
+            launcher there is one process.
+    """
 
     def make(**more: Any) -> TitanTrainer:
         # Here, so that the other targets do without torchtitan.
+        from torchtitan.config import ParallelismConfig
+
         from reference_impls.titan import TitanTrainer
 
-        return TitanTrainer(model, **{**options, **more})
+        degrees = {"shard": 1, "replicate": 1, "tensor": 1}
+        degrees[degree] = int(os.environ.get("WORLD_SIZE", "1"))
+        parallelism = ParallelismConfig(
+            data_parallel_shard_degree=degrees["shard"],
+            data_parallel_replicate_degree=degrees["replicate"],
+            tensor_parallel_degree=degrees["tensor"],
+        )
+        return TitanTrainer(model, **{"parallelism": parallelism, **options, **more})
 
     def titan_sgd() -> Any:
         from reference_impls.titan_components import sgd
@@ -106,3 +121,5 @@ hf_qwen2 = hf_trainer("qwen2")
 hf_qwen3 = hf_trainer("qwen3", tie_weights=True, dropout=0.1)
 titan = titan_trainer("llama3")
 titan_qwen3 = titan_trainer("qwen3")
+titan_replicated = titan_trainer("llama3", degree="replicate")
+titan_tensor_parallel = titan_trainer("llama3", degree="tensor")
