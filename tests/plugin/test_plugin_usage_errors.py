@@ -76,7 +76,7 @@ def test_a_target_that_cannot_be_used(run, name, message):
     ("options", "message"),
     [
         (["--clause=forward.casual"], "no area or clause 'forward.casual'; did you mean 'forward."),
-        (["--clause=distributed"], "distributed.agree can't be judged: no check yet"),
+        (["--clause=resources"], "resources.bounded can't be judged: no check yet"),
         (["--trainer-timeout=soon"], "'soon' is not a number of seconds above 0"),
         (["--trainer-timeout=0"], "'0' is not a number of seconds above 0"),
         (["--conformance-profile=slow"], "invalid choice: 'slow'"),
