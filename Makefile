@@ -4,6 +4,7 @@ PYTHON ?= python3
 TRAINER ?= reference_impls.hf:HFTrainer
 ARGS ?=
 JOBS ?= 2
+RANKS ?= 1
 
 # Two threads on two cores make single torch calls stall for half a second and more.
 export OMP_NUM_THREADS ?= 1
@@ -22,7 +23,7 @@ BACKENDS := $(filter titan monarch,$(subst ., ,$(subst :, ,$(TRAINER))))
 
 help:  ## Show what there is to make.
 	@sed -n 's/^\([a-z.]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
-	@echo 'Variables: TRAINER=module:Name, PYTHON=python3.12, JOBS=2, ARGS="more arguments of pytest".'
+	@echo 'Variables: TRAINER=module:Name, PYTHON=python3.12, JOBS=2, RANKS=2, ARGS="more arguments of pytest".'
 
 .venv: $(STAMP)  ## Make the environment that everything else uses.
 
@@ -37,7 +38,7 @@ $(STAMP)-%: $(STAMP)
 	@touch $@
 
 conformance: $(STAMP) $(BACKENDS:%=$(STAMP)-%)  ## Judge TRAINER (the Hugging Face reference) by the contract.
-	.venv/bin/pytest --trainer=$(TRAINER) $(ARGS)
+	$(if $(filter-out 1,$(RANKS)),.venv/bin/torchrun --standalone --nproc-per-node=$(RANKS) -m pytest,.venv/bin/pytest) --trainer=$(TRAINER) $(ARGS)
 
 test: $(STAMP)  ## Run the project's own tests, and the examples in its docstrings.
 	.venv/bin/pytest -n $(JOBS) --doctest-modules src forge_conformance reference_impls tests $(ARGS)

@@ -29,7 +29,7 @@ from forge_conformance.report.text import (
     sentence_lines,
     verdict_lines,
 )
-from forge_conformance.subject import Ranks
+from forge_conformance.subject import RankLost, Ranks
 from forge_conformance.target import Target, TargetError, resolve
 
 
@@ -45,20 +45,31 @@ def new_session(config: pytest.Config, name: str) -> Session:
     runnable = [clause for clause in clauses if not clause.pending]
     if not runnable:
         raise pytest.UsageError(f"{clauses[0].id} can't be judged: {clauses[0].pending}")
-    timeout = config.getoption("trainer_timeout")
-    ranks = Ranks.of_this_process(timeout + _MARGIN_OF_RANKS)
-    if ranks.several and config.getoption("numprocesses", None):
-        raise pytest.UsageError("pytest-xdist (-n) can't share out a run of several ranks")
+    lab = _new_lab(config, target, against)
     # A disagreement of ranks is the cause of much else; in one process none can be.
     between_ranks = [clause for clause in runnable if Need.RANKS in clause.needs]
     others = [clause for clause in runnable if clause not in between_ranks]
-    if ranks.several or not others:
+    if lab.ranks.several or not others:
         others = [*between_ranks, *others]
-    return Session(config, target, Lab(target, timeout, against, ranks), others)
+    return Session(config, target, lab, others)
 
 
 _MARGIN_OF_RANKS = 60.0
 """Seconds that one rank may be ahead of another, beside the time limit of a call."""
+
+
+def _new_lab(config: pytest.Config, target: Target, against: Target | None) -> Lab:
+    timeout = config.getoption("trainer_timeout")
+    try:
+        ranks = Ranks.of_this_process(timeout + _MARGIN_OF_RANKS)
+        if ranks.several and config.getoption("numprocesses", None):
+            raise pytest.UsageError("pytest-xdist (-n) can't share out a run of several ranks")
+        return Lab(target, timeout, against, ranks)
+    except (RuntimeError, RankLost) as error:
+        raise pytest.UsageError(
+            f"the environment tells of {os.environ.get('WORLD_SIZE')} ranks, which don't meet "
+            f"({error}): start all by a launcher such as torchrun, or unset WORLD_SIZE"
+        ) from error
 
 
 class Session:

@@ -33,7 +33,7 @@ _OF_A_LAUNCHER = (
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
 )
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 0.01
-_LONGEST_FAREWELL = 15.0
+_LONGEST_GREETING, _LONGEST_FAREWELL = 60.0, 15.0
 _AT_THE_END = "the verdict is told"
 
 
@@ -95,7 +95,7 @@ class Ranks:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=min(patience, _LONGEST_GREETING))))
         return cls(rank, size, PrefixStore("conformance", store), patience)
 
     @property
