@@ -25,6 +25,7 @@ from forge_conformance.lab import Lab
 from forge_conformance.observe.precision import reduced_precision
 from forge_conformance.outcome import Finding, Outcome, Verdict
 from forge_conformance.subject import CallFailed, TimedOut, TrainerFault
+from forge_conformance.subject.ranks import OutOfStep
 from forge_conformance.subject.stack import trainer_frames
 from forge_conformance.target import TargetError
 
@@ -217,38 +218,46 @@ class _Trial:
         if not ranks.several:
             self.check.judge(self.lab, **drawn)
             return
-        mine: Outcome | str | None = None
-        hangs = False
+        mine = _End()
         self.smallest = drawn
         try:
             self.check.judge(self.lab, **drawn)
         except Undecided as error:
-            mine = str(error)
+            mine = _End(doubt=str(error))
         except Exception as error:
-            mine, hangs = _outcome_of(error, self), isinstance(error, TimedOut)
-        if ranks.lost and isinstance(mine, Outcome):
-            raise Settled(mine, hangs=True)
-        worst, hangs = _worst(ranks.ends(self.check.clause_id, (mine, hangs)))
-        if isinstance(worst, Outcome):
-            raise Settled(worst, hangs)
-        if worst is not None:
-            raise Undecided(worst)
+            outcome = _outcome_of(error, self)
+            mine = _End(outcome, "", isinstance(error, TimedOut), isinstance(error, OutOfStep))
+        if ranks.lost and mine.outcome is not None:
+            raise Settled(mine.outcome, hangs=True)
+        ends = ranks.ends(self.check.clause_id, mine)
+        worst = max(ends, key=lambda end: end.weight)
+        if worst.outcome is not None:
+            raise Settled(worst.outcome, any(end.hangs for end in ends))
+        if worst.doubt:
+            raise Undecided(worst.doubt)
+
+
+@dataclass(frozen=True)
+class _End:
+    """What one rank makes of an input: an outcome, a mere doubt, or nothing against it.
+
+    A rank that is only stopped as others have come to their end has nothing of its own to tell.
+    """
+
+    outcome: Outcome | None = None
+    doubt: str = ""
+    hangs: bool = False
+    stopped: bool = False
+
+    @property
+    def weight(self) -> tuple[int, bool]:
+        """Of several ends the one of the greatest weight decides."""
+        if self.outcome is None:
+            return (1 if self.doubt else 0), True
+        return 2 + _WORSE.index(self.outcome.verdict), not self.stopped
 
 
 _WORSE = (Verdict.NOT_CHECKED, Verdict.BROKE, Verdict.TARGET_ERROR, Verdict.KIT_ERROR)
-
-
-def _worst(told: list[tuple[Outcome | str | None, bool]]) -> tuple[Outcome | str | None, bool]:
-    """Of what the ranks make of an input what decides: an outcome before a mere doubt."""
-    outcomes = [each for each, _ in told if isinstance(each, Outcome)]
-    hangs = any(hang for _, hang in told)
-    if not outcomes:
-        return next((each for each, _ in told if each is not None), None), hangs
-    worst = max(outcomes, key=lambda outcome: _WORSE.index(outcome.verdict))
-    elsewhere = [rank for rank, (each, _) in enumerate(told) if each is None]
-    if worst.finding is not None and elsewhere:
-        worst.finding.seen += f" (though nothing on rank {', '.join(map(str, elsewhere))})"
-    return worst, hangs
 
 
 def _finding(error: Broken | TrainerFault, trial: _Trial) -> Finding:

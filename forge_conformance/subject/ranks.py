@@ -95,7 +95,9 @@ class Ranks:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.rendezvous import rendezvous
 
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=min(patience, _LONGEST_GREETING))))
+        store, rank, size = next(
+            rendezvous("env://", timeout=timedelta(seconds=min(patience, _LONGEST_GREETING)))
+        )
         return cls(rank, size, PrefixStore("conformance", store), patience)
 
     @property
