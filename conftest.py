@@ -2,6 +2,13 @@
 
 from importlib.util import find_spec
 
-collect_ignore = []
-if find_spec("torchtitan") is None:
-    collect_ignore += ["reference_impls/titan.py", "reference_impls/titan_components.py"]
+_NEED = {
+    "reference_impls/titan.py": ["torchtitan"],
+    "reference_impls/titan_components.py": ["torchtitan"],
+    "reference_impls/titan_parallel.py": ["torchtitan"],
+    "reference_impls/monarch_actor.py": ["monarch", "torchtitan"],
+}
+
+collect_ignore = [
+    module for module, needed in _NEED.items() if not all(find_spec(each) for each in needed)
+]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from forge_conformance import Target
 from reference_impls.hf import HFTrainer, small_config
 from reference_impls.losses import token_mean_loss
+from reference_impls.monarch import MonarchTrainer, spawn_titan
 from reference_impls.optimization import CLIP_NORM, adamw, sgd, warm_up_then_decay
 from reference_impls.plain import PlainTrainer
 
@@ -86,6 +88,29 @@ def titan_trainer(model: str = "llama3", *, degree: str = "shard", **options: An
     return _declared(make, other_model, make_sgd=titan_sgd, **options)
 
 
+def monarch_trainer(**options: Any) -> Target:
+    """`spawn_titan(**options)` with what can be said of a trainer in other processes; needs the
+    extra [monarch]."""
+
+    async def plain_sgd() -> MonarchTrainer:
+        from reference_impls.titan_components import sgd
+
+        plain = {"optimizer": sgd(), "schedule": lambda _: 0.1, "clip_norm": math.inf}
+        return await spawn_titan(**{**options, **plain})
+
+    return Target(
+        factory=partial(spawn_titan, **options),
+        variants={
+            "sgd": plain_sgd,
+            "other_model": partial(spawn_titan, flavour="debugmodel", **options),
+        },
+        learning_rate=lambda update: warm_up_then_decay(update + 1),
+        default_loss=token_mean_loss,
+        deterministic=True,
+        compute_dtype=torch.float32,
+    )
+
+
 def _declared(
     make: Callable[..., PlainTrainer | HFTrainer | TitanTrainer],
     other_model: Callable[[], Any],
@@ -123,3 +148,5 @@ titan = titan_trainer("llama3")
 titan_qwen3 = titan_trainer("qwen3")
 titan_replicated = titan_trainer("llama3", degree="replicate")
 titan_tensor_parallel = titan_trainer("llama3", degree="tensor")
+monarch = monarch_trainer()
+monarch_two = monarch_trainer(procs=2)

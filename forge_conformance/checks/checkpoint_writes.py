@@ -29,6 +29,7 @@ from forge_conformance.finding import (
 from forge_conformance.lab import Lab
 from forge_conformance.observe.crash import Killer, largest_file
 from forge_conformance.observe.exported import files_of
+from forge_conformance.observe.processes import others_of_session
 from forge_conformance.observe.small_disk import SmallDisk
 from forge_conformance.oracle.tolerance import apart
 from forge_conformance.scenarios.batches import make_batch
@@ -69,7 +70,7 @@ def a_name_is_replaced_whole_or_not_at_all(
         expect_same(probe_logits(lab, trainer), expected, what, lab.unmoved_allowed)
     if not refused:
         _expect_replaced_whole(lab, saved, separately)
-    seen = _outcome(lab, on_small_disk, _fill_the_disk, weights_only, place)
+    seen = _outcome(lab, _fill_the_disk, weights_only, place, on_small_disk)
     if seen.failed and identical(seen.before, seen.after):
         raise Undecided("training moved nothing between two saves")
     what = "logits after load of a name, after a save over it that a full disk made fail, are those"
@@ -107,7 +108,7 @@ def what_cannot_be_saved_raises(lab: Lab, seed: int) -> None:
     what = "losses, steps and logits of a training after failed saves are those without"
     expect_same(failing, without, what, lab.run_allowed)
     require_default_folder(lab)
-    seen = _outcome(lab, True, _fill_the_disk_anew, seed)
+    seen = _outcome(lab, _fill_the_disk_anew, seed)
     where = " and ".join(seen.accepted)
     expect(not where, expected=f"an error from save {where}", seen="a path")
     what = "logits after load(), after a save that a full disk made fail, are those saved before"
@@ -218,7 +219,7 @@ class _AfterFailures:
 
 
 def _fill_the_disk(
-    lab: Lab, disk: SmallDisk | None, weights_only: bool, place: int
+    lab: Lab, disk: SmallDisk | None, weights_only: bool, place: int, on_small_disk: bool
 ) -> _Overwritten:
     """Save a name, then save over it with too little room."""
     subject = lab.fresh()
@@ -228,7 +229,8 @@ def _fill_the_disk(
     subject.load(saved)  # a writer in the background has come to its end then
     course(lab, subject, lab.idle_updates + 1, seed=20)
     after = probe_logits(lab, subject)
-    with _too_little_room(disk, saved, place, half=bool(place % 2)):
+    limited = _ways_to_fill(disk)[-1 if on_small_disk else 0]
+    with _too_little_room(limited, saved, place, half=bool(place % 2)):
         failed = _refuses(subject, "same", "here", weights_only)
     other = lab.fresh()
     other.load(saved)
@@ -248,7 +250,7 @@ def _fill_the_disk_anew(lab: Lab, disk: SmallDisk | None, place: int) -> _AfterF
     batch = make_batch(lab.domain, lab.domain.usual_shape)
     subject.forward_backward(batch)
     accepted = []
-    for limited in {None, disk}:
+    for limited in _ways_to_fill(disk):
         with _too_little_room(limited, saved, place, half=True):
             if not _refuses(subject, "second", None, False):
                 accepted.append("on a full disk" if limited else "of a file that grows too large")
@@ -287,7 +289,8 @@ def _save_and_die(lab: Lab, moment: int, by_time: bool, name: str | None) -> Non
     subject.load(subject.save("last", _FOLDER_OF_LAST))
     send(_Saved("last", _FOLDER_OF_LAST, last))
     killing: AbstractContextManager[None] = nullcontext()
-    if by_time:
+    # What another process does to files isn't seen here: one that writes them is killed by time.
+    if by_time or others_of_session(os.getsid(0)):
         killing = killer.killing_after(moments.seconds * moment / 200)
     elif moments.events:
         killing = killer.killing_at_event(moment % moments.events)
@@ -379,13 +382,23 @@ def _too_little_room(disk: SmallDisk | None, saved: str, place: int, half: bool)
             yield
 
 
-def _outcome(lab: Lab, on_small_disk: bool, program: Callable[..., T], *arguments: Any) -> T:
-    """What a program returns that makes a disk full; on a disk of its own, or by a limit."""
+def _ways_to_fill(disk: SmallDisk | None) -> list[SmallDisk | None]:
+    """By a limit to each file (None), which only this process keeps, and by a small disk.
+
+    Raises:
+        NotChecked: Neither is there.
+    """
+    here = not others_of_session(os.getsid(0))
+    ways = [*([None] if here else []), *([disk] if disk else [])]
+    if not ways:
+        raise NotChecked("another process writes the files, on a disk that can't be made full")
+    return ways
+
+
+def _outcome(lab: Lab, program: Callable[..., T], *arguments: Any) -> T:
+    """What a program returns that makes a disk full; a small one, where the system allows it."""
     folder = lab.new_folder()
-    if on_small_disk:
-        ended = lab.elsewhere.run(program, *arguments, folder=folder, on_small_disk=True)
-    else:
-        ended = lab.elsewhere.run(program, None, *arguments, folder=folder)
+    ended = lab.elsewhere.run(program, *arguments, folder=folder, on_small_disk=True)
     expect(
         not ended.failure,
         expected="saves and loads around a save that has no room to work",

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from forge_conformance.observe.processes import kill_others_of_session
+
 _CHANGES_FILES = {
     *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"),
     *("os.utime", "os.chmod", "shutil.rmtree", "shutil.move", "shutil.copyfile"),
@@ -81,13 +83,14 @@ class Killer:
 
 
 def kill() -> None:
-    """End this process at once, as a crash does."""
+    """End this process and those of its session at once, as a crash of the machine does."""
+    kill_others_of_session(os.getsid(0))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond so many bytes; writing on raises."""
+    """Let no file that this process writes grow beyond so many bytes; writing on raises."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 
 from forge_conformance.finding import NotChecked
+from forge_conformance.observe.processes import kill_others_of_session
 from forge_conformance.observe.small_disk import SmallDisk
 from forge_conformance.subject.ranks import without_launcher
 
@@ -147,11 +148,10 @@ def _as_no_script() -> Iterator[None]:
 
 
 def _end(process: Any) -> None:
-    """End a process, and those that it has started."""
-    with suppress(ProcessLookupError, PermissionError):  # all have ended; or it had no session yet
-        os.killpg(process.pid, signal.SIGKILL)
+    """End a process, and those that it has started, which are of its session."""
     process.kill()
     process.join()
+    kill_others_of_session(process.pid)
 
 
 def _ended(received: list[tuple[str, Any]], exit_code: int) -> Ended:
