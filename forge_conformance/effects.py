@@ -13,6 +13,7 @@ from forge_conformance.lab import Lab
 from forge_conformance.observe.exported import read_weights
 from forge_conformance.observe.parameters import Tensors
 from forge_conformance.oracle.optimizers import total_norm
+from forge_conformance.oracle.tolerance import apart
 from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.subject import Program, Subject
 
@@ -55,7 +56,9 @@ def effects(lab: Lab, *programs: Program[Any]) -> list[Effect]:
         return [_gradients_after(lab.trainer, lab, program) for program in programs]
     by_export = not lab.sees_gradients and "sgd" in lab.target.variants
     if by_export and not lab.stochastic:
-        return [_exported_after(lab.variant("sgd"), lab, program) for program in programs]
+        variants = _equal_variants(lab, len(programs))
+        pairs = zip(variants, programs, strict=True)
+        return [_exported_after(subject, lab, program) for subject, program in pairs]
     look = _gradients_after if lab.sees_gradients else _update_after
     looks = [partial(look, lab=lab, program=program) for program in programs]
     return lab.run_each(lab.twins(len(programs)), looks)
@@ -67,6 +70,19 @@ def _gradients_after(subject: Subject, lab: Lab, program: Program[Any]) -> Effec
     gradients = parameters.gradients()
     subject.clear_gradients()
     return Effect(gradients, from_gradients=True)
+
+
+def _equal_variants(lab: Lab, count: int) -> list[Subject]:
+    """New trainers with plain SGD and equal weights; a factory may draw others for each."""
+    subjects = [lab.variant("sgd") for _ in range(count)]
+    ids = make_batch(lab.domain, lab.domain.usual_shape).input_ids
+    logits = [subject.forward(ids) for subject in subjects]
+    start: str | None = None
+    for subject, its in zip(subjects[1:], logits[1:], strict=True):
+        if apart(its, logits[0]) > lab.logits_allowed.error:
+            start = start or subjects[0].save(path=str(lab.new_folder()), weights_only=True)
+            subject.load(start)
+    return subjects
 
 
 def _exported_after(subject: Subject, lab: Lab, program: Program[Any]) -> Effect:

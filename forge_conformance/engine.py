@@ -25,7 +25,7 @@ from forge_conformance.lab import Lab
 from forge_conformance.observe.precision import reduced_precision
 from forge_conformance.outcome import Finding, Outcome, Verdict
 from forge_conformance.subject import CallFailed, TimedOut, TrainerFault
-from forge_conformance.subject.ranks import OutOfStep
+from forge_conformance.subject.ranks import OutOfStep, RankLost
 from forge_conformance.subject.stack import trainer_frames
 from forge_conformance.target import TargetError
 
@@ -61,9 +61,12 @@ def judge(check: Check, lab: Lab, profile: Profile, seed: int) -> Outcome:
     calls, call_seconds = lab.journal.calls, lab.journal.seconds
     lab.advice = []
     trial = _Trial(check, lab, profile)
+    lost_before = lab.ranks.lost
     with _caller_state_restored():
         outcome = _outcome(trial, seed)
         lab.retire_others()
+    if lab.ranks.lost != lost_before and outcome.verdict is not Verdict.BROKE:
+        outcome = Outcome(check.clause_id, Verdict.BROKE, finding=lost_rank(lab.ranks.lost))
     outcome.advice = list(lab.advice)
     outcome.reduced_precision = reduced_precision("cuda" if torch.cuda.is_initialized() else "cpu")
     outcome.examples = trial.examples
@@ -107,6 +110,11 @@ def _outcome_of(error: Exception, trial: _Trial) -> Outcome:
     return Outcome(clause_id, Verdict.BROKE, finding=finding)
 
 
+def lost_rank(why: str) -> Finding:
+    """The finding that a rank doesn't answer any more, told at whatever was being judged."""
+    return Finding("all ranks to end their calls, close() among them", why, follows=RankLost.root)
+
+
 class Settled(Exception):
     """What all ranks make of one input together; `hangs` tells whether a call never ended."""
 
@@ -141,7 +149,8 @@ class _Trial:
     def run(self, seed: int) -> None:
         ranks = self.lab.ranks
         if ranks.lost:
-            raise NotChecked(f"not all ranks answer any more: {ranks.lost.splitlines()[0]}")
+            first_line = ranks.lost.splitlines()[0].rstrip(":")
+            raise NotChecked(f"not all ranks answer any more: {first_line}")
         if ranks.several and self.check.alone:
             raise NotChecked("this changes files or starts processes: judge it in one process")
         if not self.check.varying:
@@ -198,6 +207,8 @@ class _Trial:
             self._undecided = str(error)
         except (Broken, TrainerFault, Settled) as error:
             if isinstance(error, Settled) and error.outcome.verdict is not Verdict.BROKE:
+                self._tries_left = 0
+                self._failures[key] = self._smallest_failure = error
                 raise
             # Making a call that never returns smaller would take its time limit again and again.
             hangs = error.hangs if isinstance(error, Settled) else isinstance(error, TimedOut)

@@ -371,7 +371,7 @@ class Lab:
         witness = Witness(mean_nll, on_call=lambda logits: found.append(walk(logits)))
         subject.forward_backward(make_batch(self.domain, self.domain.usual_shape), witness)
         subject.clear_gradients()
-        return found[-1] if found else None
+        return found[-1] if witness.logits is not None else None
 
     def parameters(self, subject: Subject) -> Parameters:
         """The parameters of `subject`: as declared, or the leaves that the graph shows.
@@ -447,6 +447,8 @@ class Lab:
             error = str(raised)
         for rank, told in enumerate(self.ranks.exchange(what, error)):
             if told:
+                if subject is not None:  # the others have none to close in step with this one
+                    self._alive.remove(subject)
                 on_rank = f"on rank {rank}: " if self.ranks.several else ""
                 raise TargetError(on_rank + told)
         assert subject is not None

@@ -10,14 +10,14 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
 
 from forge_conformance.contract import Clause, Need, UnknownClause, select
-from forge_conformance.engine import PROFILES
+from forge_conformance.engine import PROFILES, lost_rank
 from forge_conformance.items import ClauseArea, ClauseItem, FailureRepr
 from forge_conformance.lab import Lab
 from forge_conformance.outcome import Finding, Outcome, Verdict
@@ -103,6 +103,8 @@ class Session:
             # One rank tells what all have found.
             config.pluginmanager.set_blocked("terminalreporter")
             config.option.xmlpath = None
+        if lab.ranks.several and hasattr(config.option, "randomly_seed"):
+            config.option.randomly_seed = lab.ranks.from_first("an order", lambda: self.seed or 1)
         if self.alone:
             config.args = []
             config.args_source = pytest.Config.ArgsSource.ARGS
@@ -230,7 +232,10 @@ class Session:
             TargetError: It can't be built; that ends the run.
         """
         if not self._has_trainer:
-            self.lab.build_first()
+            try:
+                self.lab.build_first()
+            except RankLost as lost:
+                raise TargetError(str(lost)) from lost
             self._has_trainer = True
 
     @pytest.hookimpl(wrapper=True)
@@ -257,9 +262,18 @@ class Session:
             self._note(outcome)
             if report.failed and outcome.verdict is not Verdict.EXPECTED:
                 report.longrepr = self._failure(outcome)  # type: ignore[assignment]
+        elif report.failed and not self.lab.ranks.first:
+            self._tell_aside(report)
         unbuildable = getattr(report, "conformance_unbuildable", None)
         if unbuildable is not None and not self.in_worker:
             raise pytest.UsageError(f"{self.target.name}: {unbuildable}")
+
+    def _tell_aside(self, report: pytest.TestReport) -> None:
+        """Show an author's own test that fails on a rank without a reporter."""
+        text = f"\nrank {self.lab.ranks.rank}: {report.nodeid}\n{report.longreprtext}"
+        capture = self.config.pluginmanager.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
+            print(text, file=sys.stderr, flush=True)
 
     def _note(self, outcome: Outcome) -> None:
         """Of a clause that is judged again (by each worker, or by a rerun) a failure counts."""
@@ -306,7 +320,11 @@ class Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        lost_before = self.lab.ranks.lost
         self.lab.close()
+        if self.lab.ranks.lost != lost_before and self._outcomes:
+            last = [*self._outcomes][-1]
+            self._note(Outcome(last, Verdict.BROKE, finding=lost_rank(self.lab.ranks.lost)))
         if self._tells_a_verdict(exitstatus):
             session.exitstatus = self._status(exitstatus)
         self._exit_status = int(session.exitstatus)

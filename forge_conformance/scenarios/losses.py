@@ -66,6 +66,10 @@ class Witness:
         self.logits: Tensor | None = None
         self.batch: Any = None
 
+    def forget(self) -> None:
+        """Have seen nothing: of several ranks, not all run the loss."""
+        self.calls, self.logits, self.batch = 0, None, None
+
     def __call__(self, outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
         self.calls += 1
         logits = outputs["logits"]

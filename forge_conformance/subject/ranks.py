@@ -299,7 +299,7 @@ def _view(answer: Any) -> dict[str, str]:
     Applications decide by them what to call next, and must decide the same on every rank.
     """
     if isinstance(answer, str | os.PathLike):
-        return {"the path": str(answer)}
+        return {"the path": str(answer), "whether it is there": _is_there(answer)}
     if isinstance(answer, Tensor):
         return {"logits": _fingerprint(answer)}
     found = {}
@@ -312,6 +312,13 @@ def _view(answer: Any) -> dict[str, str]:
         if isinstance(config, Mapping):
             found["model_config"] = brief(sorted((str(key), brief(config[key])) for key in config))
     return found
+
+
+def _is_there(path: str | os.PathLike[str]) -> str:
+    """Whether this rank finds the path; of ranks on several machines each may have its own disk."""
+    world_size = os.environ.get("WORLD_SIZE")
+    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
+    return str(os.path.exists(path)) if on_one_machine else "unknown"
 
 
 def _fingerprint(tensor: Tensor) -> str:

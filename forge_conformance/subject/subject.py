@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from forge_conformance.scenarios.losses import Witness
 from forge_conformance.subject.faults import (
     CallFailed,
     Malformed,
@@ -90,6 +91,10 @@ class Subject:
     ) -> Losses:
         arguments = (batch,) if loss_fn is None else (batch, loss_fn)
         result = self.call("forward_backward", *arguments)
+        if self.ranks.several and isinstance(loss_fn, Witness):
+            saw = self.ranks.exchange("forward_backward", loss_fn.calls, at="the witness of ")
+            if not all(saw):
+                loss_fn.forget()
         metrics = self._field("forward_backward", result, "metrics")
         if not isinstance(metrics, Mapping):
             raise Malformed(

@@ -7,9 +7,6 @@ for ever.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
-_TASKS = Path("/proc/self/task")
-
-STARTED = len([*_TASKS.iterdir()] if _TASKS.exists() else threading.enumerate()) > 1
-"""Whether there are any: where the system tells, those of native code as well."""
+STARTED = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+"""Python's own; libraries of mathematics start native ones, and mind forks themselves."""

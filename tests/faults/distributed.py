@@ -143,6 +143,35 @@ class AddsUpInDouble(DataParallel):
         return super()._reduced(grad.double()).to(grad.dtype)
 
 
+class DropsOut(DataParallel):
+    """Each rank drops out of its own rows, and of those of a call that fails as well."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"dropout": 0.1, **options})
+
+
+class ComputesTheLossOnTheLastRank(DataParallel):
+    """As the last stage of a pipeline does; the others are told the loss and its gradient."""
+
+    def _loss(self, logits: Tensor, batch: TextTrainBatch, loss_fn: LossFn | None) -> Tensor:
+        if self.size == 1:
+            return super()._loss(logits, batch, loss_fn)
+        told: list[Any] = [None, None]
+        if self.rank == self.size - 1:
+            try:
+                loss = PlainTrainer._loss(self, logits, batch, loss_fn)
+                (grad,) = torch.autograd.grad(loss, logits)
+                told[0] = (loss.item(), grad)
+            except Exception as error:
+                told[1] = error
+        dist.broadcast_object_list(told, src=self.size - 1)
+        if told[1] is not None:
+            raise told[1]
+        value, grad = told[0]
+        along = (logits * grad).sum()
+        return along + (value - along.detach())
+
+
 # Results
 
 
