@@ -137,17 +137,7 @@ def what_fails_on_one_rank_fails_on_all(lab: Lab, rank: int, batch: TextTrainBat
     """A rank that fails before a collective leaves the others waiting in it: agree on whether all
     are well (a flag, reduced over the ranks) before the first one, and raise on all."""
     _require_ranks(lab)
-    seen: list[TextTrainBatch] = []
-
-    def computed_here(outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
-        seen.append(batch)
-        return mean_nll(outputs, batch)
-
-    lab.trainer.forward_backward(batch, computed_here)
-    saw = lab.ranks.exchange("a loss", bool(seen))
-    computing = [number for number, saw_it in enumerate(saw) if saw_it]
-    if not computing:
-        raise NotChecked("the loss runs in other processes than the ranks'")
+    computing = _ranks_that_compute_the_loss(lab, batch)
     failing = computing[rank % len(computing)]
 
     def fails_there(outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
@@ -247,6 +237,25 @@ def _on_one_rank(lab: Lab, program: Callable[..., T], *arguments: Any) -> T:
         return value
 
     return lab.ranks.from_first("one rank alone", run, longer=lab.elsewhere.limit)
+
+
+def _ranks_that_compute_the_loss(lab: Lab, batch: TextTrainBatch) -> list[int]:
+    """Not all do where the model is a pipeline.
+
+    Raises:
+        NotChecked: None does.
+    """
+    seen: list[TextTrainBatch] = []
+
+    def loss_fn(outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
+        seen.append(batch)
+        return mean_nll(outputs, batch)
+
+    lab.trainer.forward_backward(batch, loss_fn)
+    saw = lab.ranks.exchange("a loss", bool(seen))
+    if not any(saw):
+        raise NotChecked("the loss runs in other processes than the ranks'")
+    return [rank for rank, its in enumerate(saw) if its]
 
 
 def _by_order_of_arithmetic(lab: Lab) -> Callable[[int], Allowed]:
