@@ -250,7 +250,8 @@ def _fill_the_disk_anew(lab: Lab, disk: SmallDisk | None, place: int) -> _AfterF
     batch = make_batch(lab.domain, lab.domain.usual_shape)
     subject.forward_backward(batch)
     accepted = []
-    for limited in _ways_to_fill(disk):
+    # The disk first: what a failed save leaves behind may make room for the next.
+    for limited in reversed(_ways_to_fill(disk)):
         with _too_little_room(limited, saved, place, half=True):
             if not _refuses(subject, "second", None, False):
                 accepted.append("on a full disk" if limited else "of a file that grows too large")
