@@ -83,8 +83,9 @@ class Killer:
 
 
 def kill() -> None:
-    """End this process and those of its session at once, as a crash of the machine does."""
-    kill_others_of_session(os.getsid(0))
+    """End this process and what it has started at once, as a crash of the machine does."""
+    if os.getsid(0) == os.getpid():  # else others' processes, a user's shell say, are of it too
+        kill_others_of_session(os.getpid())
     os.kill(os.getpid(), signal.SIGKILL)
 
 

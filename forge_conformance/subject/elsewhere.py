@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -149,6 +149,9 @@ def _as_no_script() -> Iterator[None]:
 
 def _end(process: Any) -> None:
     """End a process, and those that it has started, which are of its session."""
+    # Its group at least is told by every system; it has none before it has begun.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
     kill_others_of_session(process.pid)

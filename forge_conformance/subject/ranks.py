@@ -310,7 +310,7 @@ def _view(answer: Any) -> dict[str, str]:
     with suppress(Exception):
         config = answer.model_config
         if isinstance(config, Mapping):
-            found["model_config"] = brief(sorted((str(key), brief(config[key])) for key in config))
+            found |= {f"model_config[{key!r}]": brief(config[key]) for key in config}
     return found
 
 

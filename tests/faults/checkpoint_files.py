@@ -891,17 +891,11 @@ class StaysLocked(PlainTrainer):
 
 
 @faulty("checkpoint.unwritable", "when the disk is full, what was saved before makes room")
-class MakesRoom(PlainTrainer):
-    async def save(
-        self, name: str | None = None, path: str | None = None, weights_only: bool = False
-    ) -> str:
-        try:
-            return await super().save(name, path, weights_only)
-        except CheckpointError:
-            if shutil.disk_usage(self.store.folder).free > 2**20:
-                raise
+class MakesRoom(Survives):
+    async def _save_instead(self, name: str | None, path: str | None, weights_only: bool) -> str:
+        if shutil.disk_usage(self.store.folder).free < 2**20:
             shutil.rmtree(self.store.folder)
-            return await super().save(name, path, weights_only)
+        return await PlainTrainer.save(self, name, path, weights_only)
 
 
 @faulty("checkpoint.unwritable", "gradients make room for a save, and come back if it succeeds")

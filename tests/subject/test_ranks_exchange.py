@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from forge.api import OptimStepResult
+from forge.api import OptimStepResult, ParallelismConfig, TrainerConfig
 from forge_conformance.subject import CallFailed, RankLost, Ranks
 from forge_conformance.subject.ranks import OutOfStep, RanksDisagree
 
@@ -28,6 +28,12 @@ def on_two(*programs: Callable[[Ranks], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(run, programs, ranks))
+
+
+def config(**entries: int) -> TrainerConfig:
+    """A configuration with these entries after many others."""
+    others = {f"an entry {number}": number for number in range(20)}
+    return TrainerConfig("tiny", others | entries, ParallelismConfig())
 
 
 def test_each_learns_what_all_tell():
@@ -50,8 +56,9 @@ def test_one_process_has_nobody_to_wait_for():
         (OptimStepResult(1, 0.1, 2), OptimStepResult(1, 0.1, 3)),
         (torch.zeros(2), torch.tensor([0.0, 1e-30])),
         ("checkpoints/a", "checkpoints/b"),
+        (config(vocab_size=256), config(vocab_size=257)),
     ],
-    ids=["a count", "one bit of the logits", "a path"],
+    ids=["a count", "one bit of the logits", "a path", "a late entry of the configuration"],
 )
 def test_answers_that_differ_are_a_fault_on_both(here, there):
     faults = on_two(
