@@ -103,7 +103,7 @@ class Session:
             # One rank tells what all have found.
             config.pluginmanager.set_blocked("terminalreporter")
             config.option.xmlpath = None
-        if lab.ranks.several and hasattr(config.option, "randomly_seed"):
+        if lab.ranks.several and getattr(config.option, "randomly_seed", None) == "default":
             config.option.randomly_seed = lab.ranks.from_first("an order", lambda: self.seed or 1)
         if self.alone:
             config.args = []

@@ -32,6 +32,7 @@ from forge_conformance.scenarios.batches import batches, make_batch
 from forge_conformance.scenarios.failures import DeliberateError
 from forge_conformance.scenarios.losses import mean_nll
 from forge_conformance.subject import CallFailed, Subject
+from forge_conformance.subject.elsewhere import Ended
 from forge_conformance.subject.faults import brief
 
 T = TypeVar("T")
@@ -147,8 +148,8 @@ def what_fails_on_one_rank_fails_on_all(lab: Lab, rank: int, batch: TextTrainBat
 
     def training(subject: Subject, fail: bool) -> Tensor:
         subject.forward_backward(make_batch(lab.domain, lab.domain.usual_shape, seed=7))
-        if fail and attempt(subject, batch, fails_there) is None:
-            broken(expected=f"an error on every rank, as on rank {failing}", seen="a result")
+        if fail:
+            _expect_an_error(attempt(subject, batch, fails_there), failing)
         moments = course(lab, subject, 2)
         return stacked(*[m.loss for m in moments], moments[-1].logits)
 
@@ -157,7 +158,7 @@ def what_fails_on_one_rank_fails_on_all(lab: Lab, rank: int, batch: TextTrainBat
             lambda subject: training(subject, True), lambda subject: training(subject, False)
         )
     except NotChecked:  # without twins there is the failure itself to see
-        attempt(lab.trainer, batch, fails_there)
+        _expect_an_error(attempt(lab.trainer, batch, fails_there), failing)
         return
     if lab.stochastic:
         return  # a call that failed has drawn too
@@ -229,14 +230,24 @@ def _training(lab: Lab, subject: Subject, updates: int, seed: int) -> _Training:
 def _on_one_rank(lab: Lab, program: Callable[..., T], *arguments: Any) -> T:
     """What a program returns on a trainer that the factory makes without a launcher."""
 
-    def run() -> T:
-        ended = lab.elsewhere.run(program, *arguments)
-        if ended.failure or ended.killed:
-            raise NotChecked(f"one rank alone gave no answer: {ended.failure or 'it was killed'}")
-        value: T = ended.value
-        return value
+    def run() -> Ended:
+        return lab.elsewhere.run(program, *arguments)
 
-    return lab.ranks.from_first("one rank alone", run, longer=lab.elsewhere.limit)
+    ended = lab.ranks.from_first("one rank alone", run, longer=lab.elsewhere.limit)
+    if ended.killed:
+        raise NotChecked("the process of one rank alone was killed")
+    expect(
+        not ended.failure,
+        expected=f"one rank to train on from what {lab.ranks.size} have saved",
+        seen=ended.failure,
+    )
+    value: T = ended.value
+    return value
+
+
+def _expect_an_error(error: BaseException | None, failing: int) -> None:
+    expected = f"an error on every rank, as on rank {failing}"
+    expect(error is not None, expected=expected, seen="a result")
 
 
 def _ranks_that_compute_the_loss(lab: Lab, batch: TextTrainBatch) -> list[int]:

@@ -336,6 +336,23 @@ class DropsMomentsOfOthers(KeepsToItsWorldSize):
             return str(path)
 
 
+@faulty("distributed.checkpoint", "one rank takes what more have saved, and can't train on")
+class CannotTrainOn(KeepsToItsWorldSize):
+    foreign = False
+
+    async def load(self, path: str | None = None) -> str:
+        try:
+            return await super().load(path)
+        except ValueError:
+            self.foreign = True
+            return str(path)
+
+    async def optim_step(self) -> OptimStepResult:
+        if self.foreign:
+            raise RuntimeError("the optimizer's state has another size")
+        return await super().optim_step()
+
+
 @faulty("distributed.checkpoint", "the step counts the ranks' steps together")
 class CountsStepsOfAll(DataParallel):
     async def optim_step(self) -> OptimStepResult:
