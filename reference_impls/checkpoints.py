@@ -4,6 +4,7 @@ A checkpoint is a folder of
 
 - `model.safetensors` and `config.json`, which `transformers` reads without this package;
 - `training.pt`, in a full checkpoint: what else is needed to go on, as plain tensors and numbers;
+- whatever files more the trainer writes;
 - `manifest.json`: what kind it is, and the size and digest of every other file. It is what makes
   a folder a checkpoint.
 
@@ -19,10 +20,11 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,6 +60,80 @@ class Checkpoint:
     training: dict[str, Any] | None
 
 
+class Saving:
+    """A checkpoint that is being written; leaving the block unfinished leaves nothing of it.
+
+    Args:
+        target: Its full path.
+        trainer: The kind of trainer.
+        step: The optimizer steps it has taken.
+
+    Attributes:
+        folder: Where to write files of one's own, until `finish`.
+    """
+
+    def __init__(self, target: Path, trainer: str, step: int) -> None:
+        self.target = target
+        self.folder = target.parent / f"{_SAVING}{uuid.uuid4().hex}"
+        self._trainer = trainer
+        self._step = step
+        with self._telling():
+            self.folder.mkdir(parents=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finish(
+        self,
+        model_config: dict[str, Any],
+        hf_config: dict[str, Any],
+        weights: dict[str, Tensor],
+        training: dict[str, Any] | None,
+    ) -> str:
+        """Write what every checkpoint has, move it into its place, and return its full path.
+
+        Raises:
+            CheckpointError: It couldn't be written. What was there before still is.
+        """
+        with self._telling():
+            save_file(weights, self.folder / WEIGHTS, metadata={"format": "pt"})
+            (self.folder / CONFIG).write_text(json.dumps(hf_config, indent=2) + "\n")
+            if training is not None:
+                torch.save(training, self.folder / TRAINING)
+            others = _manifests(self.target.parent).values()
+            manifest = {
+                "trainer": self._trainer,
+                "kind": "weights" if training is None else "full",
+                "sequence": 1 + max((other["sequence"] for other in others), default=0),
+                "step": self._step,
+                "model_config": model_config,
+                "files": {
+                    file.relative_to(self.folder).as_posix(): _digest(file)
+                    for file in sorted(self.folder.rglob("*"))
+                    if file.is_file()
+                },
+            }
+            _write_manifest(self.folder, manifest)
+            for file in [*self.folder.rglob("*"), self.folder]:
+                _sync(file)
+            _move_into_place(self.folder, self.target)
+        return str(self.target)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.__exit__()
+            raise CheckpointError(
+                f"could not save {self.target}: {error}; what was there before is unchanged, "
+                "so free space or choose another folder, and save again"
+            ) from error
+
+
 class CheckpointStore:
     """Saves and reads the checkpoints of one kind of trainer.
 
@@ -91,42 +167,25 @@ class CheckpointStore:
             ValueError: The name isn't that of a file.
             CheckpointError: It couldn't be written. What was there before still is.
         """
+        with self.begin(name, path, step=step, weights_only=training is None) as saving:
+            return saving.finish(model_config, hf_config, weights, training)
+
+    def begin(self, name: str | None, path: str | None, *, step: int, weights_only: bool) -> Saving:
+        """Begin to `save` a checkpoint of which the caller writes files of its own.
+
+        Raises:
+            ValueError: The name isn't that of a file.
+            CheckpointError: There is no place for it.
+        """
         if name is None:
-            name = f"step-{step}" if training is not None else f"step-{step}-weights"
+            name = f"step-{step}-weights" if weights_only else f"step-{step}"
         if not name or Path(name).name != name or name.startswith("."):
             raise ValueError(
                 f"{name!r} can't name a checkpoint: it must be one file name that doesn't start "
                 "with a dot; give the folder as path="
             )
         folder = self.folder if path is None else Path(os.path.abspath(path))
-        unfinished = folder / f"{_SAVING}{uuid.uuid4().hex}"
-        try:
-            unfinished.mkdir(parents=True)
-            save_file(weights, unfinished / WEIGHTS, metadata={"format": "pt"})
-            (unfinished / CONFIG).write_text(json.dumps(hf_config, indent=2) + "\n")
-            if training is not None:
-                torch.save(training, unfinished / TRAINING)
-            manifest = {
-                "trainer": self.trainer,
-                "kind": "weights" if training is None else "full",
-                "sequence": 1
-                + max((m["sequence"] for m in _manifests(folder).values()), default=0),
-                "step": step,
-                "model_config": model_config,
-                "files": {file.name: _digest(file) for file in sorted(unfinished.iterdir())},
-            }
-            _write_manifest(unfinished, manifest)
-            for file in [*unfinished.iterdir(), unfinished]:
-                _sync(file)
-            _move_into_place(unfinished, folder / name)
-        except Exception as error:
-            raise CheckpointError(
-                f"could not save {folder / name}: {error}; what was there before is unchanged, "
-                "so free space or choose another folder, and save again"
-            ) from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return str(folder / name)
+        return Saving(folder / name, self.trainer, step)
 
     def read(self, path: str | None) -> Checkpoint:
         """Read the checkpoint at `path`, or the default folder's most recently saved full one.

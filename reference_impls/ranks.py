@@ -29,12 +29,17 @@ class Ranks:
     Args:
         group: The group of the processes; None for this one alone.
         device: Where they exchange tensors.
+
+    Attributes:
+        group: As given.
+        rank: Which of the processes this is, from 0.
+        size: How many there are.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        self._group = group
+        self.group = group
         self._device = device
         self._lost: str | None = None
 
@@ -98,7 +103,7 @@ class Ranks:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
     def _refuse_if_lost(self) -> None:
@@ -111,14 +116,14 @@ class Ranks:
     def _first_error(self, own: BaseException | None) -> BaseException:
         """The error of the first rank that has one."""
         packed: list[bytes | None] = [None] * self.size
-        dist.all_gather_object(packed, _packed(own, self.rank), group=self._group)
+        dist.all_gather_object(packed, _packed(own, self.rank), group=self.group)
         first: BaseException = pickle.loads(next(each for each in packed if each is not None))
         return first
 
     def _highest(self, *numbers: int) -> list[int]:
         """The highest of each number on any rank."""
         highest = torch.tensor(numbers, device=self._device)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         return [int(number) for number in highest.tolist()]
 
 

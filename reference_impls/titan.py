@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +53,9 @@ from reference_impls.titan_components import (
     small_spec,
 )
 from reference_impls.titan_parallel import Parallel, sharded_like
+from reference_impls.titan_shards import Shape, read_shards, shapes_in, write_shards
+
+_SHARDS = "optimizers"
 
 
 class TitanTrainer:
@@ -169,38 +174,50 @@ class TitanTrainer:
 
     # Checkpoints
     #
-    # They are those of `CheckpointStore`, not of torch.distributed.checkpoint: what that writes
-    # needs an unrestricted unpickler, it writes in place, reads into the live weights file by
-    # file, and raises a BaseException where a file is damaged.
+    # Whole weights, which other trainers and `transformers` read, and the optimizers' state in
+    # shards, by torch.distributed.checkpoint, which rank 0 moves into place together.
 
     async def save(
         self, name: str | None = None, path: str | None = None, weights_only: bool = False
     ) -> str:
         weights = self.parallel.gathered(self.model.state_dict())
-        training = None
+        tensors: dict[str, Tensor] = {}
+        training: dict[str, Any] | None = None
         if not weights_only:
+            tensors, others = _split(self.optimizers.state_dict())
             training = {
                 "step": self.step,
-                "optimizers": self.parallel.gathered(self.optimizers.state_dict()),
+                "optimizers": others,
                 "schedulers": self.schedulers.state_dict(),
             }
-        saved = ""
-        with self.ranks.all_or_none():
-            if self.ranks.rank == 0:
-                saved = self.store.save(
-                    name,
-                    path,
-                    step=self.step,
-                    model_config=self._model_facts(),
-                    hf_config=hf_config(self.spec),
-                    weights=self.adapter.to_hf(weights),
-                    training=training,
-                )
-        return self.ranks.from_first(saved)
+        with ExitStack() as stack:
+            saving = None
+            with self.ranks.all_or_none():
+                if self.ranks.rank == 0:
+                    saving = stack.enter_context(
+                        self.store.begin(name, path, step=self.step, weights_only=weights_only)
+                    )
+            folder = self.ranks.from_first(Path() if saving is None else saving.folder)
+            with self.ranks.all_or_none():
+                _check_seen(folder, self.ranks.rank)
+            if tensors:
+                with self.ranks.all_or_none():
+                    write_shards(tensors, folder / _SHARDS, self.ranks.group)
+            saved = ""
+            with self.ranks.all_or_none():
+                if saving is not None:
+                    saved = saving.finish(
+                        self._model_facts(),
+                        hf_config(self.spec),
+                        self.adapter.to_hf(weights),
+                        training,
+                    )
+            return self.ranks.from_first(saved)
 
     async def load(self, path: str | None = None) -> str:
         """As the protocol has it; weights alone start afresh, with step 0 and a new optimizer."""
         checkpoint = self._read(path)
+        state = self._read_optimizers(checkpoint)
         # Nothing below can fail. New optimizers are made once no gradient is pending.
         self._clear()
         weights = self.adapter.from_hf(dict(checkpoint.weights))
@@ -208,8 +225,7 @@ class TitanTrainer:
         self.optimizers, self.schedulers = self._make_optimizers()
         self.step = 0
         if checkpoint.training is not None:
-            state, own = checkpoint.training["optimizers"], self.optimizers.state_dict()
-            self.optimizers.load_state_dict(sharded_like(state, own))
+            self.optimizers.load_state_dict(state)
             with warnings.catch_warnings():
                 # Torchtitan's container calls what torch wants called within a step only.
                 warnings.filterwarnings("ignore", "To get the last learning rate")
@@ -275,11 +291,21 @@ class TitanTrainer:
             if checkpoint is None:
                 checkpoint = self.store.read(path)
             check_same_model(checkpoint, self._model_facts(), self._hf_shapes)
-            if checkpoint.training is not None:
-                _check_same_optimizers(
-                    checkpoint.training["optimizers"], self.optimizers.state_dict()
-                )
         return checkpoint
+
+    def _read_optimizers(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """The optimizers' state, sharded as their own is; none if it isn't saved."""
+        if checkpoint.training is None:
+            return {}
+        folder = Path(checkpoint.path, _SHARDS)
+        tensors, _ = _split(self.optimizers.state_dict())
+        with self.ranks.all_or_none():
+            saved = shapes_in(folder) if folder.exists() else {}
+            saved_others = checkpoint.training["optimizers"]
+            _check_same_optimizers(saved, saved_others, self.optimizers.state_dict())
+        with self.ranks.all_or_none():
+            read = read_shards(tensors, folder, self.ranks.group) if tensors else {}
+        return {**saved_others, **read}
 
     def _shapes_by_hf_names(self) -> dict[str, Tensor]:
         """What the weights are, on no device; the output layer's only if it isn't tied."""
@@ -324,12 +350,29 @@ def _tensors(batch: TextTrainBatch) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _check_same_optimizers(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a state, and its plain values."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
+
+
+def _check_seen(folder: Path, rank: int) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} doesn't see {folder}, which rank 0 made; save to a folder that all "
+            "ranks share"
+        )
+
+
+def _check_same_optimizers(
+    tensors: Mapping[str, Shape], others: Mapping[str, Any], own: Mapping[str, Any]
+) -> None:
     """Refuse state that torchtitan's container would take in part, or fail on midway."""
+    saved = {**others, **tensors}
     differing = sorted(saved.keys() ^ own.keys()) or sorted(
-        key
-        for key, value in own.items()
-        if isinstance(value, Tensor) and value.shape != saved[key].shape
+        name
+        for name, value in own.items()
+        if isinstance(value, Tensor) and saved[name] != (value.shape, value.dtype)
     )
     if differing:
         raise CheckpointError(

@@ -234,13 +234,17 @@ def test_rows_over_the_longest_are_refused_clearly(make, make_batch):
                 asyncio.run(call(argument))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "config.json"])
+SHARD = "optimizers/shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "config.json", SHARD])
 def test_a_damaged_checkpoint_changes_nothing_and_raises_an_exception(make, make_batch, file):
     trainer, batch = make(), make_batch()
     asyncio.run(train(trainer, [batch] * 2))
-    path = Path(asyncio.run(trainer.save()), file)
+    checkpoint = asyncio.run(trainer.save())
+    path = Path(checkpoint, file)
     path.write_bytes(path.read_bytes()[:-7])
-    assert_unchanged_by_loading(trainer, batch, path.parent, CheckpointError)
+    assert_unchanged_by_loading(trainer, batch, checkpoint, CheckpointError)
 
 
 def test_another_models_or_optimizers_checkpoint_changes_nothing(make, make_batch, tmp_path):

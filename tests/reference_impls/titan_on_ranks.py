@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torchtitan.config import ParallelismConfig
 
@@ -261,6 +262,10 @@ def saves_and_loads_as_one(make, alone, folder):
     asyncio.run(trainer.save("weights of many", path=str(folder), weights_only=True))
     assert_same_on_all_ranks(path)
     assert_equal(gradients(trainer), before)
+    shards = [each.stat().st_size for each in sorted(Path(path, "optimizers").iterdir())]
+    if trainer.parallel.dims.dp_replicate == 1:
+        assert len(shards) == dist.get_world_size()
+        assert max(shards) < 2 * min(shards)
     named = asyncio.run(trainer.save())
     assert Path(named).name == "step-6"
     again = make(seed=7)
@@ -291,10 +296,24 @@ def fails_to_save_or_load_everywhere(make, folder):
     ):
         with pytest.raises(expected):
             asyncio.run(call)
-    if is_last():
-        trainer.store.read = raises
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        asyncio.run(trainer.load(str(folder / "of one")))
+    saved = sorted(each.name for each in folder.iterdir())
+    with pytest.MonkeyPatch.context() as patch:
+        if is_last():
+            patch.setattr(HuggingFaceStorageWriter, "write_data", raises)
+        with pytest.raises(CheckpointError, match="on rank 1: on purpose"):
+            asyncio.run(trainer.save("of many", path=str(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        if is_last():
+            told = trainer.ranks.from_first
+            patch.setattr(trainer.ranks, "from_first", lambda value: told(value) / "not here")
+        with pytest.raises(CheckpointError, match=r"rank 1 doesn't see .*not here"):
+            asyncio.run(trainer.save("of many", path=str(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        if is_last():
+            patch.setattr(trainer.store, "read", raises)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            asyncio.run(trainer.load(str(folder / "of one")))
+    assert sorted(each.name for each in folder.iterdir()) == saved
     after = weights(trainer), gradients(trainer), full(trainer.optimizers.state_dict())
     assert_equal(after, before)
 
