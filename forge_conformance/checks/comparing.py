@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def expect_same_effect(
         allowed = lab.gradients_allowed
         if rounding:
             why = f"{allowed.why}, and the rounding of exported weights ({rounding:.2g})"
-            allowed = Allowed(allowed.error + rounding, why)
+            allowed = replace(allowed, error=allowed.error + rounding, why=why)
         bitwise = exact and lab.repeats and not rounding
         expect_same_tensors(seen.tensors, reference.tensors, what, None if bitwise else allowed)
         return
@@ -61,11 +61,12 @@ def expect_same_tensors(
 
     A tensor that is missing on one side counts as zero there.
     """
-    name, distance = tensors_apart(seen, reference)
-    if distance > (0.0 if allowed is None else allowed.error):
+    limits = allowed or Allowed(0.0, "bitwise expected")
+    name, distance = tensors_apart(seen, reference, limits.floor)
+    if distance > limits.error:
         ratio = scale_between(seen, reference)
         hint = f"; over all tensors the one is {ratio:.4g} times the other" if ratio else ""
-        limit = f"allowed {allowed.error:.2g} ({allowed.why})" if allowed else "bitwise expected"
+        limit = f"allowed {allowed.error:.2g} ({allowed.why})" if allowed else limits.why
         broken(
             expected=what,
             seen=f"differs most in {name}{hint}",

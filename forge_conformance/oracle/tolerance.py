@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +32,16 @@ _WEIGHT_SCALES = (1.0, 2.0)
 
 @dataclass(frozen=True)
 class Allowed:
-    """The largest error that passes, absolute or relative as its user says, and why this much."""
+    """The largest error that passes, absolute or relative as its user says, and why this much.
+
+    Args:
+        floor: Where each of several tensors may be off by `error` relative to its size: the share
+            of the size of all of them that is added to each one's own.
+    """
 
     error: float
     why: str
+    floor: float = 0.01
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,16 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Noise:
-    """The relative Frobenius error of a plain computation against float64."""
+    """The relative Frobenius error of a plain computation against float64.
+
+    Attributes:
+        vanishing: Of gradients that are zero but for rounding (those of queries and keys where
+            there is one token to attend to), relative to the size of all gradients together.
+    """
 
     logits: float
     gradients: float
+    vanishing: float
 
 
 def value_error(exact: float, plain: float, dtype: torch.dtype, scale: float = 0.0) -> Allowed:
@@ -98,7 +110,10 @@ def logits_error(arithmetic: Arithmetic) -> Allowed:
 
 def gradients_error(arithmetic: Arithmetic) -> Allowed:
     """For the gradient of one tensor that ought to be equal: relative Frobenius."""
-    return _relative(noise(arithmetic.dtype, arithmetic.device).gradients, arithmetic, "gradients")
+    measured = noise(arithmetic.dtype, arithmetic.device)
+    allowed = _relative(measured.gradients, arithmetic, "gradients")
+    floor = FACTOR * measured.vanishing * arithmetic.deeper / allowed.error
+    return replace(allowed, floor=max(allowed.floor, floor))
 
 
 def same_graph_error(dtype: torch.dtype, repeated: float) -> Allowed:
@@ -134,12 +149,14 @@ def apart(seen: Tensor, expected: Tensor) -> float:
     return difference / size if math.isfinite(difference) and size > 0 else math.inf
 
 
-def tensors_apart(seen: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[str, float]:
+def tensors_apart(
+    seen: Mapping[str, Tensor], reference: Mapping[str, Tensor], floor: float
+) -> tuple[str, float]:
     """The tensor that differs most, and its distance relative to its size.
 
-    A hundredth of the size of all tensors together is added to each one's own: a gradient that is
-    zero but for rounding (that of a key's bias, say) is not compared by its noise. A tensor
-    missing on one side counts as zero.
+    The share `floor` of the size of all tensors together is added to each one's own: a gradient
+    that is zero but for rounding (that of a key's bias, say) is not compared by its noise. A
+    tensor missing on one side counts as zero.
     """
     total = math.sqrt(sum(_norm(tensor) ** 2 for tensor in reference.values()))
     worst, worst_distance = "no tensor", 0.0
@@ -151,7 +168,7 @@ def tensors_apart(seen: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
             return name, math.inf
         if torch.equal(left, right):
             continue
-        distance = _norm(left.double() - right.double()) / (_norm(right) + 0.01 * total or 1.0)
+        distance = _norm(left.double() - right.double()) / (_norm(right) + floor * total or 1.0)
         if not distance <= worst_distance:
             worst, worst_distance = name, distance if math.isfinite(distance) else math.inf
     return worst, worst_distance
@@ -167,14 +184,16 @@ def noise(dtype: torch.dtype, device: str = "cpu") -> Noise:
     if dtype == torch.float64:
         single = noise(torch.float32)
         finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        return Noise(single.logits * finer, single.gradients * finer)
-    logits = gradients = 0.0
+        return Noise(*(error * finer for error in astuple(single)))
+    logits = gradients = vanishing = 0.0
     for scale in _WEIGHT_SCALES:
         exact, rounded = _Plain(torch.float64, scale), _Plain(dtype, scale, device=device)
         logits = max(logits, apart(rounded.logits(), exact.logits()))
         for mine, theirs in zip(rounded.gradients(), exact.gradients(), strict=True):
             gradients = max(gradients, apart(mine, theirs))
-    return Noise(logits, gradients)
+        alone = _Plain(dtype, scale, shape=(1, 1), device=device)
+        vanishing = max(vanishing, alone.vanishing_gradients())
+    return Noise(logits, gradients, vanishing)
 
 
 @functools.cache
@@ -320,6 +339,12 @@ class _Plain:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             value = (loss or _cross_entropy)(wide, self.targets)
             return torch.autograd.grad(value, self.weights)
+
+    def vanishing_gradients(self) -> float:
+        """The size of the gradients of queries and keys, relative to that of all together."""
+        gradients = dict(zip(map(id, self.weights), self.gradients(), strict=True))
+        vanishing = max(_norm(gradients[id(qkv)][: 2 * self.width]) for qkv, *_ in self.layers)
+        return vanishing / math.hypot(*map(_norm, gradients.values()))
 
     def losses_of_training(self, updates: int) -> list[float]:
         """The loss before each update by AdamW with a rate of a hundredth."""
