@@ -267,8 +267,10 @@ class HFTrainer:
         }
 
 
-def small_config(model_type: str, *, tie_weights: bool, dropout: float) -> PreTrainedConfig:
-    """A small model of this type: two layers; but for llama, half as many key-value heads.
+def small_config(
+    model_type: str, *, tie_weights: bool, dropout: float, num_layers: int = 2
+) -> PreTrainedConfig:
+    """A small model of this type; but for llama, with half as many key-value heads.
 
     The llama has the sizes of `PlainTrainer`'s, so that each can load the other's weights.
     """
@@ -278,7 +280,7 @@ def small_config(model_type: str, *, tie_weights: bool, dropout: float) -> PreTr
         vocab_size=256,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads if model_type == "llama" else num_heads // 2,
         head_dim=hidden_size // num_heads,

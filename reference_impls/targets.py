@@ -45,9 +45,7 @@ def hf_trainer(model: str = "llama", **options: Any) -> Target:
     """`HFTrainer(model, **options)` with all that is known about it."""
 
     def other_model() -> HFTrainer:
-        config = small_config(model, tie_weights=False, dropout=0.0)
-        config.num_hidden_layers = 3
-        return HFTrainer(config)
+        return HFTrainer(small_config(model, tie_weights=False, dropout=0.0, num_layers=3))
 
     return _declared(lambda **more: HFTrainer(model, **{**options, **more}), other_model, **options)
 
