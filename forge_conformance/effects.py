@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forge_conformance.access import parameters_of
 from forge_conformance.finding import Undecided
 from forge_conformance.lab import Lab
 from forge_conformance.observe.exported import read_weights
@@ -65,7 +66,7 @@ def effects(lab: Lab, *programs: Program[Any]) -> list[Effect]:
 
 
 def _gradients_after(subject: Subject, lab: Lab, program: Program[Any]) -> Effect:
-    parameters = lab.parameters(subject)
+    parameters = parameters_of(lab, subject)
     program(subject)
     gradients = parameters.gradients()
     subject.clear_gradients()

@@ -97,7 +97,7 @@ def _outcome_of(error: Exception, trial: _Trial) -> Outcome:
         return Outcome(clause_id, Verdict.NOT_CHECKED, reason=reason)
     if isinstance(error, Broken | TrainerFault):
         return Outcome(clause_id, Verdict.BROKE, finding=_finding(error, trial))
-    if not _comes_from(error, trial.lab.package):
+    if not _comes_from(error, trial.lab.builder.package):
         reason = "".join(traceback.format_exception(error))
         return Outcome(clause_id, Verdict.KIT_ERROR, reason=reason)
     trial.lab.discard()

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
 import sys
 import tempfile
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
+from forge_conformance.access import parameters_of, probe
 from forge_conformance.contract import Need
 from forge_conformance.finding import NotChecked, identical
-from forge_conformance.observe.graph import Graph, walk
-from forge_conformance.observe.parameters import Parameters
+from forge_conformance.observe.graph import Graph
+from forge_conformance.observe.witness import Witness
 from forge_conformance.oracle import tolerance
 from forge_conformance.oracle.tolerance import Arithmetic
 from forge_conformance.scenarios.batches import make_batch, make_ids
 from forge_conformance.scenarios.domain import Domain
-from forge_conformance.scenarios.losses import Witness, mean_nll
+from forge_conformance.scenarios.losses import mean_nll
 from forge_conformance.subject import (
-    CallTimedOut,
     Journal,
     Loop,
     Program,
@@ -35,10 +32,9 @@ from forge_conformance.subject import (
     Subject,
     TrainerFault,
 )
+from forge_conformance.subject.building import Builder
 from forge_conformance.subject.elsewhere import Elsewhere
-from forge_conformance.subject.faults import brief_error
-from forge_conformance.subject.stack import trainer_frames
-from forge_conformance.target import Factory, Target, TargetError
+from forge_conformance.target import Target
 from forge_conformance.twins import TwinSource, find_twin_source
 
 T = TypeVar("T")
@@ -68,14 +64,12 @@ class Lab:
         self.ranks = ranks or Ranks()
         self.loop = Loop(timeout, self.ranks.last_words)
         self.journal = Journal()
+        self.builder = Builder(self.loop, self.journal, self.ranks)
         self.advice: list[str] = []
-        self.package = ""
-        """The top-level package that the trainer's class comes from."""
         self._shared: Subject | None = None
         self._scouting: Subject | None = None
         self._pair: list[Subject] | None = None
         self._pair_uses = 0
-        self._alive: list[Subject] = []
         self._twins: TwinSource | NotChecked | None = None
         self._temporary = tempfile.TemporaryDirectory(prefix="forge-conformance-")
         self._folder = Path(self.ranks.from_first("a folder", lambda: self._temporary.name))
@@ -98,11 +92,11 @@ class Lab:
         Raises:
             TargetError: The factory raises, hangs, or gives None.
         """
-        return self._build("the factory", self.target.factory)
+        return self.builder.build("the factory", self.target.factory)
 
     def variant(self, name: str) -> Subject:
         """A new trainer of the declared variant `name`."""
-        return self._build(f"the variant {name!r}", self.target.variants[name])
+        return self.builder.build(f"the variant {name!r}", self.target.variants[name])
 
     def other(self) -> Subject:
         """A new trainer of the second target, which the first one is compared with.
@@ -112,7 +106,7 @@ class Lab:
         """
         if self.against is None:
             raise NotChecked("no second trainer is named", Need.SECOND_TRAINER)
-        return self._build(f"the factory of {self.against.name}", self.against.factory)
+        return self.builder.build(f"the factory of {self.against.name}", self.against.factory)
 
     def twins(self, count: int = 2) -> list[Subject]:
         """New trainers in equal states.
@@ -165,23 +159,22 @@ class Lab:
         made: list[Subject] = []
 
         async def make() -> Any:
-            trainer = await _awaited(self.target.factory())
-            made.append(Subject(trainer, self.loop, self.journal, self.ranks))
-            return trainer
+            made.append(await self.builder.build_inside(self.target.factory))
+            return made[-1].trainer
 
         try:
             yield make
         finally:
             for subject in made:
-                self._retire(subject)
+                self.builder.retire(subject)
 
     def discard(self) -> None:
         """Leave the trainers behind: they may be in a state that fails innocent checks."""
         if self._shared is not None:
-            self._retire(self._shared)
+            self.builder.retire(self._shared)
             self._shared = None
         if self._scouting is not None:
-            self._retire(self._scouting)
+            self.builder.retire(self._scouting)
             self._scouting = None
         self._retire_pair()
 
@@ -189,16 +182,16 @@ class Lab:
         """End the run: the trainers, the loop, and the files that were saved."""
         if not self.ranks.lost:
             self.discard()
-            for subject in list(self._alive):
-                self._retire(subject)
+            for subject in list(self.builder.alive):
+                self.builder.retire(subject)
         self.loop.close()
         self._temporary.cleanup()
 
     def retire_others(self) -> None:
         """Close the trainers that no check will use again."""
         kept = [self._shared, self._scouting, *(self._pair or [])]
-        for subject in [each for each in self._alive if each not in kept]:
-            self._retire(subject)
+        for subject in [each for each in self.builder.alive if each not in kept]:
+            self.builder.retire(subject)
 
     # Facts, each found once; the trainer that shows them serves for nothing else
 
@@ -254,7 +247,7 @@ class Lab:
     @cached_property
     def graph(self) -> Graph | None:
         """What the autograd graph of the logits shows; None where the loss runs elsewhere."""
-        return self.probe(self._scout)
+        return probe(self, self._scout)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -273,7 +266,7 @@ class Lab:
         for narrow in (torch.bfloat16, torch.float16):
             if all(identical(logits.to(narrow).to(logits.dtype), logits) for logits in looks):
                 found.add(narrow)
-        graph = self.probe(subject)
+        graph = probe(self, subject)
         if graph is not None:
             found |= graph.dtypes
         return max(found, key=lambda dtype: torch.finfo(dtype).eps)
@@ -336,7 +329,7 @@ class Lab:
     def sees_gradients(self) -> bool:
         """Whether parameters and accumulated gradients can be read in this process."""
         try:
-            self.parameters(self._scout)
+            parameters_of(self, self._scout)
         except NotChecked:
             return False
         return True
@@ -363,119 +356,6 @@ class Lab:
                 return idle
         raise NotChecked(f"the first {_LONGEST_WARM_UP} updates of a new trainer move nothing")
 
-    # Looking inside
-
-    def probe(self, subject: Subject) -> Graph | None:
-        """Walk the graph behind the logits of one `forward_backward`; its gradients are cleared."""
-        found: list[Graph] = []
-        witness = Witness(mean_nll, on_call=lambda logits: found.append(walk(logits)))
-        subject.forward_backward(make_batch(self.domain, self.domain.usual_shape), witness)
-        subject.clear_gradients()
-        return found[-1] if witness.logits is not None else None
-
-    def parameters(self, subject: Subject) -> Parameters:
-        """The parameters of `subject`: as declared, or the leaves that the graph shows.
-
-        Finding them takes one `forward_backward`, whose gradients are cleared.
-
-        Raises:
-            NotChecked: They can't be read in this process, or are spread over several.
-        """
-        if self.ranks.several:
-            raise NotChecked(
-                "what a rank holds of parameters and gradients is known to the trainer alone: "
-                "judge this clause in one process"
-            )
-        declared = self.target.parameters
-        tensors: Mapping[str, Tensor]
-        if declared is not None:
-            tensors = self.ask_author("parameters", declared, subject)
-        else:
-            tensors = self._leaves(subject)
-        read_gradients = self.target.gradients
-        if read_gradients is None:
-            return Parameters.with_grad_attribute(tensors)
-        reader = read_gradients
-        return Parameters(tensors, lambda: self.ask_author("gradients", reader, subject))
-
-    def loss_scale(self, subject: Subject) -> float:
-        """By how much gradients are scaled, as declared; 1 where nothing is."""
-        declared = self.target.loss_scale
-        return 1.0 if declared is None else float(self.ask_author("loss_scale", declared, subject))
-
-    def ask_author(self, what: str, function: Callable[[Any], T], subject: Subject) -> T:
-        """What a declared access function gives for the trainer of `subject`."""
-        try:
-            return function(subject.trainer)
-        except Exception as error:
-            raise TargetError(
-                f"Target.{what} raised {type(error).__name__}: {error} for the trainer"
-            ) from error
-
-    def _leaves(self, subject: Subject) -> dict[str, Tensor]:
-        graphs: list[Graph] = []
-        witness = Witness(mean_nll, on_call=lambda logits: graphs.append(walk(logits)))
-        subject.forward_backward(make_batch(self.domain, self.domain.usual_shape), witness)
-        graph = graphs[-1] if graphs else None
-        if graph is None or not graph.leaves:
-            subject.clear_gradients()
-            raise NotChecked("the trainer's parameters are not in this process", Need.IN_PROCESS)
-        trusted = graph.readable and all(leaf.grad is not None for leaf in graph.leaves)
-        subject.clear_gradients()
-        if not trusted:
-            raise NotChecked(
-                "the tensors that the autograd graph shows are not where gradients accumulate",
-                Need.IN_PROCESS,
-            )
-        if not all(isinstance(leaf, torch.nn.Parameter) for leaf in graph.leaves):
-            again = self.probe(subject)
-            if again is None or {*map(id, again.leaves)} != {*map(id, graph.leaves)}:
-                raise NotChecked(
-                    "the autograd graph ends at tensors that are new in each call",
-                    Need.IN_PROCESS,
-                )
-        return {f"leaf {index}": leaf for index, leaf in enumerate(graph.leaves)}
-
-    # Making trainers
-
-    def _build(self, what: str, factory: Factory) -> Subject:
-        subject: Subject | None = None
-        error = ""
-        try:
-            subject = self._build_here(what, factory)
-        except TargetError as raised:
-            error = str(raised)
-        for rank, told in enumerate(self.ranks.exchange(what, error)):
-            if told:
-                if subject is not None:  # the others have none to close in step with this one
-                    self._alive.remove(subject)
-                on_rank = f"on rank {rank}: " if self.ranks.several else ""
-                raise TargetError(on_rank + told)
-        assert subject is not None
-        return subject
-
-    def _build_here(self, what: str, factory: Factory) -> Subject:
-        async def made() -> Any:
-            return await _awaited(factory())
-
-        try:
-            trainer = self.loop.run(made())
-        except CallTimedOut as error:
-            raise TargetError(
-                f"{what} gave no trainer: {error} (--trainer-timeout); it was at\n{error.stack}"
-            ) from error
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # some backends' errors are no `Exception`s
-            frames = trainer_frames(traceback.walk_tb(error.__traceback__))
-            raise TargetError(f"{what} raised {brief_error(error)}\n{frames}".rstrip()) from error
-        if trainer is None:
-            raise TargetError(f"{what} returned None instead of a trainer")
-        self.package = type(trainer).__module__.partition(".")[0]
-        subject = Subject(trainer, self.loop, self.journal, self.ranks)
-        self._alive.append(subject)
-        return subject
-
     @property
     def _twin_source(self) -> TwinSource:
         if self._twins is None:
@@ -486,23 +366,9 @@ class Lab:
 
     def _retire_pair(self) -> None:
         for twin in self._pair or []:
-            self._retire(twin)
+            self.builder.retire(twin)
         self._pair = None
         self._pair_uses = 0
-
-    def _retire(self, subject: Subject) -> None:
-        """Close a trainer that can be closed; how well it does that is another clause's matter."""
-        if subject in self._alive:
-            self._alive.remove(subject)
-        for name in ("close", "cleanup"):
-            end = None
-            with suppress(Exception):  # a trainer whose attributes raise can't be closed
-                end = getattr(subject.trainer, name, None)
-            if callable(end):
-                ending = partial(_called, end)
-                with suppress(TrainerFault):
-                    subject.run(name, ending)
-                return
 
     # Small services
 
@@ -551,11 +417,3 @@ class Lab:
         """Note a SHOULD that a MUST clause contains and that the trainer doesn't keep."""
         if text not in self.advice:
             self.advice.append(text)
-
-
-async def _called(function: Callable[[], Any]) -> Any:
-    return await _awaited(function())
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

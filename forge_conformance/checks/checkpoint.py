@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
+from forge_conformance.access import parameters_of, probe
 from forge_conformance.checks.comparing import stacked
 from forge_conformance.checks.courses import (
     course,
@@ -317,7 +318,7 @@ def _expect_no_optimizer_state(lab: Lab, subject: Subject, saved: str) -> None:
         found = read_tensors(saved)
     except NotChecked:
         return
-    parameters = lab.parameters(subject).tensors
+    parameters = parameters_of(lab, subject).tensors
     own = sum(tensor.numel() for tensor in parameters.values())
     stored = sum(tensor.numel() for tensor in found.values() if tensor.is_floating_point())
     expect(
@@ -356,7 +357,7 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
 def _weights(lab: Lab, subject: Subject) -> Tensors:
     """The weights as they are in this process, else as they are exported."""
     try:
-        return lab.parameters(subject).weights()
+        return parameters_of(lab, subject).weights()
     except NotChecked:
         return read_weights(subject.save(path=str(lab.new_folder()), weights_only=True))
 
@@ -371,5 +372,5 @@ def _how_it_differs(seen: torch.Tensor | None, weight: torch.Tensor) -> str:
 
 
 def _number_of_leaves(lab: Lab, subject: Subject) -> int:
-    graph = lab.probe(subject)
+    graph = probe(lab, subject)
     return len({*map(id, graph.leaves)}) if graph is not None else 0

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 from torch import Tensor
 
+from forge_conformance.access import parameters_of
 from forge_conformance.checks.courses import Course, course, expect_same_course, probe_logits
 from forge_conformance.checks.default_folder import (
     made_here,
@@ -142,7 +143,7 @@ def weights_are_safetensors_with_usual_names(lab: Lab) -> None:
         seen=f"only {', '.join([*weights][:4])}",
     )
     if lab.sees_gradients:
-        wanted = sum(p.numel() for p in lab.parameters(trainer).tensors.values())
+        wanted = sum(p.numel() for p in parameters_of(lab, trainer).tensors.values())
         held = sum(t.numel() for t in weights.values())
         expect(
             held >= wanted,

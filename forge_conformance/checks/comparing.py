@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.access import loss_scale_of
 from forge_conformance.effects import Effect
 from forge_conformance.finding import NotChecked, Undecided, broken, expect
 from forge_conformance.lab import Lab
 from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
+from forge_conformance.observe.witness import Witness
 from forge_conformance.oracle.tolerance import Allowed, apart, same_graph_error, tensors_apart
 from forge_conformance.scenarios.batches import make_batch
-from forge_conformance.scenarios.losses import Witness, mean_nll
+from forge_conformance.scenarios.losses import mean_nll
 from forge_conformance.subject import Program, Subject
 
 
@@ -205,7 +207,7 @@ def without_loss_scale(
         NotChecked: They are the reference times 2ⁿ, n ≥ 8, and no loss scale is declared.
     """
     if lab.target.loss_scale is not None:
-        scale = lab.loss_scale(subject)
+        scale = loss_scale_of(lab, subject)
         return {name: gradient / scale for name, gradient in accumulated.items()}
     factor = scale_between(accumulated, reference)
     if factor is not None:

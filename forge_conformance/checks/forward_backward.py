@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.access import parameters_of
 from forge_conformance.checks.calling import attempt, calls
 from forge_conformance.checks.comparing import (
     added,
@@ -40,13 +41,13 @@ from forge_conformance.finding import (
     expect_same,
 )
 from forge_conformance.lab import Lab
+from forge_conformance.observe.witness import Witness
 from forge_conformance.oracle.losses import loss_value
 from forge_conformance.oracle.tolerance import value_error
 from forge_conformance.scenarios import failures
 from forge_conformance.scenarios.batches import batches, make_batch
 from forge_conformance.scenarios.losses import (
     Loss,
-    Witness,
     every_logit,
     mean_nll,
     summed_nll,
@@ -105,7 +106,7 @@ def the_custom_loss_is_differentiated(lab: Lab, batch: TextTrainBatch, loss: str
     """What is handed to `loss_fn`, and what is done to its value before backward: a division by a
     number of microbatches or ranks, a detached or recomputed loss, the default loss instead?"""
     trainer = lab.trainer
-    parameters = lab.parameters(trainer) if lab.sees_gradients else None
+    parameters = parameters_of(lab, trainer) if lab.sees_gradients else None
     seen: dict[str, Any] = {}
 
     def differentiate(outputs: dict[str, Any], given: TextTrainBatch) -> Tensor:
@@ -197,7 +198,7 @@ def only_gradients_change(lab: Lab, batch: TextTrainBatch) -> None:
     """Does `forward_backward` update anything: an optimizer hooked into backward, weight decay, a
     running statistic that `forward` reads?"""
     trainer = lab.trainer
-    parameters = lab.parameters(trainer) if lab.sees_gradients else None
+    parameters = parameters_of(lab, trainer) if lab.sees_gradients else None
     trainer.forward_backward(batch)
     trainer.optim_step()
     weights = parameters.weights() if parameters else {}

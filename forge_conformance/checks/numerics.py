@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.access import parameters_of
 from forge_conformance.checks.comparing import (
     OwnGradients,
     expect_own_gradients,
@@ -49,6 +50,7 @@ from forge_conformance.observe.parameters import (
     local_part,
     part_of,
 )
+from forge_conformance.observe.witness import Witness
 from forge_conformance.oracle.losses import loss_value
 from forge_conformance.oracle.optimizers import total_norm
 from forge_conformance.oracle.tolerance import (
@@ -63,7 +65,6 @@ from forge_conformance.oracle.tolerance import (
 from forge_conformance.scenarios.batches import batches, kept_mask, make_batch, make_ids
 from forge_conformance.scenarios.losses import (
     Loss,
-    Witness,
     every_logit,
     mean_nll,
     summed_nll,
@@ -91,7 +92,7 @@ def the_gradient_is_the_derivative_of_the_loss(
     gradients scaled or reduced after backward, what is left of an earlier gradient, a sum that is
     kept in low precision."""
     trainer = lab.trainer
-    parameters = lab.parameters(trainer)
+    parameters = parameters_of(lab, trainer)
     meter = _loss_meter(lab, trainer, batch, _LOSSES[loss])
     gradients = _gradient_with_a_past(lab, trainer, parameters, batch, _LOSSES[loss])
     blur = lab.arithmetic.unit * total_norm(gradients)

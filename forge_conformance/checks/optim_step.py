@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.access import loss_scale_of, parameters_of
 from forge_conformance.checks.comparing import expect_same_effect, stacked
 from forge_conformance.checks.registry import check
 from forge_conformance.checks.replays import expect_declared_updates
@@ -63,7 +64,7 @@ def no_gradient_is_left(lab: Lab, first: TextTrainBatch, second: TextTrainBatch)
     accumulators beside `.grad`?"""
     if lab.sees_gradients:
         trainer = lab.trainer
-        parameters = lab.parameters(trainer)
+        parameters = parameters_of(lab, trainer)
         trainer.forward_backward(first)
         trainer.optim_step()
         left = total_norm(parameters.gradients())
@@ -139,7 +140,7 @@ def the_schedule_counts_updates(lab: Lab, pattern: list[int]) -> None:
 def every_parameter_moves(lab: Lab, batch: TextTrainBatch) -> None:
     """Is every trainable parameter in the optimizer, in a group with a learning rate?"""
     trainer = lab.trainer
-    parameters = lab.parameters(trainer)
+    parameters = parameters_of(lab, trainer)
     before = parameters.weights()
     trainer.forward_backward(batch)
     gradients = parameters.gradients()
@@ -203,7 +204,7 @@ def clipping_sees_the_whole_gradient(lab: Lab, microbatches: list[TextTrainBatch
     # Powers of two: the one loss is far below the clipping, the other as far above it.
     small, large = effects(lab, accumulate(2.0**-10), accumulate(_BINDING))
     threshold = clip_norm if math.isfinite(clip_norm) else 1.0
-    if total_norm(large.tensors) <= threshold * lab.loss_scale(lab.trainer):
+    if total_norm(large.tensors) <= threshold * loss_scale_of(lab, lab.trainer):
         raise Undecided("the gradient is too small for clipping to bind")
     what = "gradients that accumulate from a large loss aren't clipped before optim_step"
     expect_same_effect(lab, large, small.times(_BINDING * 2.0**10), what)
@@ -330,7 +331,7 @@ def _rates_of_fresh_trainer(lab: Lab, batch: TextTrainBatch, updates: int) -> li
 
 def _expect_parameters_are_current(lab: Lab, trainer: Subject, before: Tensors) -> None:
     """Nothing moved: is it that nothing was updated, or that the update made new parameters?"""
-    now = lab.parameters(trainer).weights()
+    now = parameters_of(lab, trainer).weights()
     if any(not identical(now[name], before[name]) for name in before if name in now):
         raise NotChecked("each update makes new parameter tensors", Need.IN_PROCESS)
 
@@ -340,14 +341,14 @@ def _expect_rate_of_plain_sgd(lab: Lab, batch: TextTrainBatch) -> None:
     if "sgd" not in lab.target.variants or not lab.sees_gradients:
         return
     subject = lab.variant("sgd")
-    parameters = lab.parameters(subject)
+    parameters = parameters_of(lab, subject)
     for _ in range(3):
         before = parameters.weights()
         subject.forward_backward(batch)
         gradients = parameters.gradients()
         rate = subject.optim_step().learning_rate
         after = parameters.weights()
-        scale = lab.loss_scale(subject)
+        scale = loss_scale_of(lab, subject)
         moved = math.fsum(
             float((before[n] - after[n]).double().mul(g).sum()) for n, g in gradients.items()
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.access import loss_scale_of, parameters_of
 from forge_conformance.contract import Need
 from forge_conformance.finding import NotChecked, expect
 from forge_conformance.lab import Lab
@@ -54,7 +55,7 @@ def expect_declared_updates(
             Need.IN_PROCESS,
         )
     subject = lab.fresh()
-    parameters = lab.parameters(subject)
+    parameters = parameters_of(lab, subject)
     names = parameters.some(seed=int(updates[0][0].input_ids.sum()))
     start = parameters.whole_weights(names)
     exact = Replay(build, start, torch.float64, clip_norm)
@@ -62,7 +63,7 @@ def expect_declared_updates(
     for number, microbatches in enumerate(updates):
         for batch in microbatches:
             subject.forward_backward(batch, loss)
-        scale = lab.loss_scale(subject)
+        scale = loss_scale_of(lab, subject)
         norm = None if len(names) == len(parameters.tensors) else parameters.gradient_norm() / scale
         gradients = {
             name: g.double() / scale for name, g in parameters.whole_gradients(names).items()

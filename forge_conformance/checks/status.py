@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.api import TextTrainBatch
+from forge_conformance.access import parameters_of
 from forge_conformance.checks.comparing import stacked
 from forge_conformance.checks.registry import check
 from forge_conformance.finding import NotChecked, expect, expect_same, identical
@@ -217,7 +218,7 @@ def _ask(subject: Subject, times: int) -> None:
 def _expect_untouched(lab: Lab, batch: TextTrainBatch) -> None:
     """Ask in the middle of accumulation; status, logits and gradients must be as before."""
     subject = lab.trainer
-    parameters = lab.parameters(subject) if lab.sees_gradients else None
+    parameters = parameters_of(lab, subject) if lab.sees_gradients else None
     subject.forward_backward(batch)
 
     def gradients() -> Tensors:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from forge.api import TextTrainBatch
 from forge_conformance.observe.graph import walk
+from forge_conformance.observe.witness import Witness
 from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.scenarios.domain import Domain
-from forge_conformance.scenarios.losses import Loss, Witness, mean_nll
+from forge_conformance.scenarios.losses import Loss, mean_nll
 
 
 class DeliberateError(Exception):

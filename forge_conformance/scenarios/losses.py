@@ -50,35 +50,5 @@ def times(factor: float, loss: Loss) -> Loss:
     return scaled
 
 
-class Witness:
-    """A loss that remembers what it was called with, for as long as it is called in this process.
-
-    Attributes:
-        outputs, batch: The arguments of the last call; None before the first, and for good where
-            the trainer runs the loss elsewhere.
-        calls: How many calls were seen.
-    """
-
-    def __init__(self, loss: Loss, on_call: Callable[[Tensor], None] | None = None) -> None:
-        self.loss = loss
-        self.on_call = on_call
-        self.calls = 0
-        self.logits: Tensor | None = None
-        self.batch: Any = None
-
-    def forget(self) -> None:
-        """Have seen nothing: of several ranks, not all run the loss."""
-        self.calls, self.logits, self.batch = 0, None, None
-
-    def __call__(self, outputs: dict[str, Any], batch: TextTrainBatch) -> Tensor:
-        self.calls += 1
-        logits = outputs["logits"]
-        if self.on_call is not None:
-            self.on_call(logits)
-        self.logits = logits.detach().to("cpu", copy=True)
-        self.batch = batch
-        return self.loss(outputs, batch)
-
-
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -19,8 +19,10 @@ from forge_conformance.subject.watchdog import CallBlocked, Watchdog
 
 T = TypeVar("T")
 
-LONGEST_GRACE = 5.0
-"""Seconds that a call gets to end after it has been told to; less where the time limit is."""
+_SHORTEST_GRACE = 1.0
+_LONGEST_GRACE = 5.0
+"""Seconds that a call gets to end after it has been told to: the time limit, within these bounds.
+On a busy machine less than the shortest passes before the watchdog itself gets to run."""
 
 
 class CallTimedOut(Exception):
@@ -52,7 +54,7 @@ class Loop:
         self.timeout = timeout
         self.timed_out = False
         self.stubborn: set[asyncio.Task[Any]] = set()
-        self._grace = min(LONGEST_GRACE, timeout)
+        self._grace = min(max(timeout, _SHORTEST_GRACE), _LONGEST_GRACE)
         self._loop = asyncio.new_event_loop()
         self._context = contextvars.copy_context()
         self._watchdog = Watchdog(timeout + 3 * self._grace, self._grace, last_words)

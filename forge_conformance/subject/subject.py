@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from forge_conformance.scenarios.losses import Witness
+from forge_conformance.observe.witness import Witness
 from forge_conformance.subject.faults import (
     CallFailed,
     Malformed,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_conformance.access import parameters_of
 from forge_conformance.effects import effects
 from forge_conformance.finding import NotChecked, identical
 from forge_conformance.lab import Lab
@@ -100,7 +101,7 @@ def test_the_compute_dtype_is_read_from_the_graph(
 def test_parameters_are_found_without_a_declaration(lab_of: Callable[..., Lab]) -> None:
     lab = lab_of()
     own = lab.trainer.trainer.model.parameters()
-    found = lab.parameters(lab.trainer).tensors.values()
+    found = parameters_of(lab, lab.trainer).tensors.values()
     assert {id(tensor) for tensor in found} == {id(tensor) for tensor in own}
 
 
@@ -116,7 +117,7 @@ def test_parameters_whose_gradients_are_elsewhere_are_not_trusted(
     lab = lab_of(KeepsGradientsElsewhere)
     assert not lab.sees_gradients
     with pytest.raises(NotChecked, match="not where gradients accumulate"):
-        lab.parameters(lab.trainer)
+        parameters_of(lab, lab.trainer)
 
 
 def test_declared_gradients_need_declared_parameters() -> None:
