@@ -128,15 +128,19 @@ class Ranks:
             raise RankLost(what, f"can't be called on all ranks: {self.lost}")
         self._number += 1
         point = at + what
-        self._tell((point, told))
-        answers = [
-            (point, told)
-            if rank == self.rank
-            else self._answer_of(rank, what, self._patience + longer)
-            for rank in range(self.size)
-        ]
-        if self._number > 1:  # all have read what they needed of the turn before
-            self._store.delete_key(self._key(self._number - 1, self.rank))
+        try:
+            self._tell((point, told))
+            answers = [
+                (point, told)
+                if rank == self.rank
+                else self._answer_of(rank, what, self._patience + longer)
+                for rank in range(self.size)
+            ]
+            if self._number > 1:  # all have read what they needed of the turn before
+                self._store.delete_key(self._key(self._number - 1, self.rank))
+        except RuntimeError as error:
+            self.lost = f"the launcher's store can't be reached: {error}"
+            raise RankLost(what, f"got no answer of all ranks: {self.lost}") from error
         for rank, (theirs, _) in enumerate(answers):
             if theirs != point:
                 raise OutOfStep(what, f"is next on rank {self.rank}, and on rank {rank} {theirs}")
@@ -215,15 +219,16 @@ class Ranks:
         if self._store is None:
             return ""
         self._number += 1
-        self._tell(_Hangs(where))
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        heard = [
-            f"On rank {rank} the same call {_in_words(self._read(rank))}.\n"
-            for rank in others
-            if self._store.check([self._key(self._number, rank)])
-        ]
-        if not self.first:
-            self._appears(_AT_THE_END, _LONGEST_FAREWELL)
+        heard = []
+        with suppress(RuntimeError):  # the store may be gone, as the rank that held it
+            self._tell(_Hangs(where))
+            heard = [
+                f"On rank {rank} the same call {_in_words(self._read(rank))}.\n"
+                for rank in range(self.size)
+                if rank != self.rank and self._store.check([self._key(self._number, rank)])
+            ]
+            if not self.first:
+                self._appears(_AT_THE_END, _LONGEST_FAREWELL)
         return "".join(heard)
 
     def leave(self) -> None:

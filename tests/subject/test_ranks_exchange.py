@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from forge.api import OptimStepResult, ParallelismConfig, TrainerConfig
 from forge_conformance.subject import CallFailed, RankLost, Ranks
@@ -114,3 +114,15 @@ def test_a_rank_that_blocks_is_lost_and_hears_what_the_other_came_to():
 def test_a_rank_that_never_comes_is_lost():
     with pytest.raises(RankLost, match=r"rank 1 gave none within 0\.1 s"):
         Ranks(0, 2, HashStore(), patience=0.1).call("forward")
+
+
+def test_the_ranks_are_lost_with_the_store_that_they_meet_in():
+    class Unreachable:
+        def set(self, _key: str, _value: bytes) -> None:
+            raise DistNetworkError("Broken pipe")
+
+    ranks = Ranks(1, 2, Unreachable(), patience=5.0)  # type: ignore[arg-type]
+    with pytest.raises(RankLost, match=r"store can't be reached: Broken pipe"):
+        ranks.exchange("greeting", "from 1")
+    assert ranks.lost
+    assert ranks.last_words("in a call") == ""
