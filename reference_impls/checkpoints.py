@@ -127,7 +127,6 @@ class Saving:
         try:
             yield
         except Exception as error:
-            self.__exit__()
             raise CheckpointError(
                 f"could not save {self.target}: {error}; what was there before is unchanged, "
                 "so free space or choose another folder, and save again"
