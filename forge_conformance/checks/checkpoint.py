@@ -164,19 +164,23 @@ def saving_changes_nothing(
 
     def training(subject: Subject, save_at: Sequence[bool]) -> torch.Tensor:
         saves = iter(save_at)
+        saved_after: set[int] = set()
 
-        def maybe_save() -> None:
-            if next(saves):
-                subject.save(name, str(lab.new_folder()) if by_path else None, weights_only)
+        def maybe_save(updates: int) -> None:
+            # One more of the same name, that of the step by default, might be refused.
+            if next(saves) and (by_path or updates not in saved_after):
+                saved_after.add(updates)
+                folder = str(lab.new_folder()) if by_path else None
+                subject.save(name and f"{name}-{updates}", folder, weights_only)
 
         shown: list[torch.Tensor | float] = []
-        maybe_save()
-        for _ in range(3):
+        maybe_save(0)
+        for updates in range(3):
             for batch in batches:
                 shown.append(subject.forward_backward(batch).loss)
-                maybe_save()
+                maybe_save(updates)
             shown += subject.optim_step()[:3]
-            maybe_save()
+            maybe_save(updates + 1)
         return stacked(*shown, subject.forward(batches[0].input_ids))
 
     by_path = by_path or bool(strange_default_folder(lab))
