@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from forge.api import TextTrainBatch
 from forge_conformance.access import parameters_of, probe
 from forge_conformance.contract import Need
 from forge_conformance.finding import NotChecked, identical
@@ -41,6 +42,7 @@ T = TypeVar("T")
 
 _USES_OF_A_PAIR = 16
 _LONGEST_WARM_UP = 8
+_UPDATES_UNTIL_ALL_TAKES_PART = 4
 _LARGEST_VOCABULARY = 2**31
 
 
@@ -275,11 +277,20 @@ class Lab:
     def stochastic(self) -> bool:
         """Whether the same call on the same batch sees other logits: dropout and its like.
 
-        Where the loss runs in this process the logits themselves tell; elsewhere the loss of a
-        trainer that has made no other call.
+        Where the loss runs in this process the logits themselves tell; elsewhere the loss. After
+        some updates they are asked again: at first a branch with dropout may add nothing yet.
         """
         subject = self.fresh()
         batch = make_batch(self.domain, self.domain.usual_shape)
+        if self._varies(subject, batch):
+            return True
+        with suppress(NotChecked):
+            for _ in range(self.idle_updates + _UPDATES_UNTIL_ALL_TAKES_PART):
+                subject.forward_backward(batch)
+                subject.optim_step()
+        return self._varies(subject, batch)
+
+    def _varies(self, subject: Subject, batch: TextTrainBatch) -> bool:
         witnesses = [Witness(mean_nll) for _ in range(2)]
         losses = []
         for witness in witnesses:

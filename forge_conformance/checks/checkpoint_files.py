@@ -247,7 +247,7 @@ def _expect_step_in(location: str, folder: Path, step: int, counted_from: int) -
 
 
 def _expect_text_and_try_object(lab: Lab, trainer: Subject, folder: Path) -> None:
-    answer = trainer.call("save", "by object", str(folder))
+    answer = trainer.call("save", "by text", str(folder))
     expect(
         isinstance(answer, str),
         expected="the full path of a checkpoint as a str",

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forge.api import (
@@ -231,6 +231,32 @@ class DropsByTheGlobalStream(PlainTrainer):
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
         self.random = CallersStream(0, self.device)
+
+
+class Adapter(nn.Module):
+    """A frozen layer and a low-rank one beside it, which has dropout and adds nothing at first."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(hidden, 0.2, self.training)
+        adapted: Tensor = self.layer(hidden) + self.up(self.down(dropped))
+        return adapted
+
+
+@honest("low-rank adapters of a frozen model, whose dropout shows once they have been updated")
+class AdaptsWithDropout(PlainTrainer):
+    def _make_model(self) -> Llama:
+        model = super()._make_model().requires_grad_(False)
+        for block in model.model.layers:
+            block.self_attn.o_proj = Adapter(block.self_attn.o_proj)
+            block.mlp.down_proj = Adapter(block.mlp.down_proj)
+        return model
 
 
 @honest("every trainer starts from other weights")
