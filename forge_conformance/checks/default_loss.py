@@ -135,8 +135,20 @@ def expect_none_means_ones(lab: Lab, batch: TextTrainBatch) -> None:
         expect_near(with_ones, loss, f"the loss with {what}", value_error(loss, loss, lab.dtype))
 
 
+def expect_finite_without_weight(lab: Lab, batch: TextTrainBatch) -> None:
+    """Kept targets all of weight 0 have a finite loss, where they aren't refused."""
+    nothing = replace(batch, target_weights=torch.zeros(batch.target_ids.shape))
+    with suppress(CallFailed):
+        (loss,) = losses_of(lab, nothing)
+        expect(
+            math.isfinite(loss),
+            expected="a finite loss, or an error, where all kept targets have weight 0",
+            seen=f"loss {loss}",
+        )
+
+
 def expect_weights_are_factors(lab: Lab, batch: TextTrainBatch, logits: Tensor, place: int) -> None:
-    """A weight of 0 takes a target's influence away; one between 0 and 1 is neither."""
+    """A weight of 0 takes a target's influence away; ½ is neither 0 nor 1, and 2 isn't 1."""
     kept = kept_mask(batch).nonzero()
     if len(kept) < 2:
         return
@@ -159,12 +171,13 @@ def expect_weights_are_factors(lab: Lab, batch: TextTrainBatch, logits: Tensor, 
         )
     least_likely = int(logits[row, column].argmin())
     likeliest = int(logits[row, column].argmax())
-    none, none_too, half, full = losses_of(
+    none, none_too, half, full, double = losses_of(
         lab,
         weighted(0.0, least_likely),
         weighted(0.0, likeliest),
         weighted(0.5, least_likely),
         weighted(1.0, least_likely),
+        weighted(2.0, least_likely),
     )
     expect_near(
         none_too,
@@ -179,6 +192,11 @@ def expect_weights_are_factors(lab: Lab, batch: TextTrainBatch, logits: Tensor, 
         abs(half - none) > noise and abs(half - full) > noise,
         expected=f"weight 0.5 at [{row}, {column}] to be neither weight 0 nor weight 1",
         seen=f"loss {half:.9g}; with weight 0 {none:.9g}, with weight 1 {full:.9g}",
+    )
+    expect(
+        abs(double - full) > noise,
+        expected=f"weight 2 at [{row}, {column}] to be another than weight 1",
+        seen=f"loss {double:.9g}; with weight 1 {full:.9g}",
     )
 
 

@@ -348,6 +348,21 @@ class IgnoresWeights(MasksAndWeights):
         return None
 
 
+@faulty("forward_backward.default_loss", "weights above 1 are cut to 1")
+class CutsWeights(MasksAndWeights):
+    def _weights(self, weights: Tensor) -> Tensor | None:
+        return weights.clamp(max=1.0)
+
+
+@faulty("forward_backward.default_loss", "the divisor is the sum of the weights, which may be 0")
+class DividesByNoWeight(PlainTrainer):
+    def _default_loss(self, logits: Tensor, batch: TextTrainBatch) -> Tensor:
+        loss = super()._default_loss(logits, batch)
+        if batch.target_weights is None or not kept(batch).any():
+            return loss
+        return loss * kept(batch).sum() / batch.target_weights[kept(batch)].sum()
+
+
 @faulty("forward_backward.default_loss", "targets are shifted again (B29)")
 class ShiftsAgain(PlainTrainer):
     def _default_loss(self, logits: Tensor, batch: TextTrainBatch) -> Tensor:
@@ -388,6 +403,15 @@ def divides_by_weights() -> Target:
             return loss * kept(batch).sum() / weight if weight else loss
 
     return declared(DividesByWeights)
+
+
+@faulty("forward_backward.declared_loss", "negative weights, as of advantages, are cut to 0")
+def cuts_negative_weights() -> Target:
+    class CutsNegativeWeights(MasksAndWeights):
+        def _weights(self, weights: Tensor) -> Tensor | None:
+            return weights.clamp(min=0.0)
+
+    return declared(CutsNegativeWeights)
 
 
 @faulty("forward_backward.declared_loss", "the loss is summed, not averaged (B12)")
