@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,7 @@ from forge_conformance.scenarios.losses import (
     summed_nll,
     times,
 )
-from forge_conformance.subject import CallFailed, Subject
+from forge_conformance.subject import CallFailed, Subject, TrainerFault
 
 _LOSSES = {"mean_nll": mean_nll, "every_logit": every_logit}
 
@@ -93,12 +94,13 @@ def the_gradient_is_the_derivative_of_the_loss(
     kept in low precision."""
     trainer = lab.trainer
     parameters = parameters_of(lab, trainer)
-    meter = _loss_meter(lab, trainer, batch, _LOSSES[loss])
-    gradients = _gradient_with_a_past(lab, trainer, parameters, batch, _LOSSES[loss])
+    looked_at = _some_of(parameters.tensors, seed)
+    hold = _way_to_hold_dropout(lab, trainer, parameters, looked_at, batch)
+    meter = _loss_meter(lab, trainer, batch, _LOSSES[loss], hold)
+    gradients = _gradient_with_a_past(lab, trainer, parameters, batch, _LOSSES[loss], hold)
     blur = lab.arithmetic.unit * total_norm(gradients)
     looks = [
-        Look(name, weight, gradients.get(name), meter, blur)
-        for name, weight in _some_of(parameters.tensors, seed).items()
+        Look(name, weight, gradients.get(name), meter, blur) for name, weight in looked_at.items()
     ]
     first = {look.name: look.derivative(seed) for look in looks}
     decided = [found for found in first.values() if found is not None]
@@ -259,12 +261,10 @@ def _use_of_context(lab: Lab, subject: Subject) -> float:
     return apart(subject.forward(first)[:, -1], subject.forward(second)[:, -1])
 
 
-def _loss_meter(lab: Lab, subject: Subject, batch: TextTrainBatch, loss: Loss) -> Meter:
-    """How to read the loss at the weights as they are.
-
-    Raises:
-        NotChecked: Its dropout can't be held still.
-    """
+def _loss_meter(
+    lab: Lab, subject: Subject, batch: TextTrainBatch, loss: Loss, hold: Callable[[], None]
+) -> Meter:
+    """How to read the loss at the weights as they are, with dropout held still."""
 
     def logits() -> Tensor:
         return subject.forward(batch.input_ids)
@@ -281,18 +281,59 @@ def _loss_meter(lab: Lab, subject: Subject, batch: TextTrainBatch, loss: Loss) -
             replace(lab.arithmetic, dtype=torch.float64) if wide else lab.arithmetic,
         )
 
-    def with_the_same_dropout() -> Tensor:
-        witness = Witness(loss)
-        lab.reseed(_STREAM)
-        subject.forward_backward(batch, witness)
-        subject.clear_gradients()
-        if witness.logits is None:
-            raise NotChecked("dropout can't be held still in another process")
-        return witness.logits
+    def held() -> Tensor:
+        return _dropped_logits(subject, batch, hold)
 
-    if not identical(with_the_same_dropout(), with_the_same_dropout()):
-        raise NotChecked("dropout draws from a random stream of its own, which can't be held still")
-    return Meter(lambda: loss_value(loss, with_the_same_dropout(), batch).exact, lab.arithmetic)
+    return Meter(lambda: loss_value(loss, held(), batch).exact, lab.arithmetic)
+
+
+def _way_to_hold_dropout(
+    lab: Lab,
+    subject: Subject,
+    parameters: Parameters,
+    looked_at: Tensors,
+    batch: TextTrainBatch,
+) -> Callable[[], None]:
+    """What makes the next call draw the dropout that it drew after this the last time: setting the
+    global random streams, or loading a checkpoint, which brings the trainer's own stream back.
+
+    Raises:
+        NotChecked: Neither does.
+    """
+
+    def reseed() -> None:
+        lab.reseed(_STREAM)
+
+    if not lab.stochastic or _holds(subject, batch, reseed):
+        return reseed
+    size = sum(tensor.numel() for tensor in parameters.tensors.values())
+    if size <= _LARGEST_TO_LOAD:
+        with suppress(TrainerFault):  # other clauses judge how it saves and loads
+            saved = subject.save(path=str(lab.new_folder()))
+
+            def load() -> None:
+                moved = {name: weight.clone() for name, weight in looked_at.items()}
+                subject.load(saved)
+                for name, weight in looked_at.items():
+                    weight.copy_(moved[name])
+
+            if _holds(subject, batch, load):
+                return load
+    raise NotChecked("dropout draws from a random stream of its own, which can't be held still")
+
+
+def _holds(subject: Subject, batch: TextTrainBatch, hold: Callable[[], None]) -> bool:
+    return identical(_dropped_logits(subject, batch, hold), _dropped_logits(subject, batch, hold))
+
+
+def _dropped_logits(subject: Subject, batch: TextTrainBatch, hold: Callable[[], None]) -> Tensor:
+    witness = Witness(mean_nll)
+    hold()
+    subject.forward_backward(batch, witness)
+    subject.clear_gradients()
+    if witness.logits is None:
+        raise NotChecked("dropout can't be held still in another process")
+    return witness.logits
 
 
 def _is_wide(compute: Callable[[], Tensor], narrow: Tensor, allowed: Allowed) -> bool:
@@ -306,10 +347,17 @@ def _is_wide(compute: Callable[[], Tensor], narrow: Tensor, allowed: Allowed) ->
 
 
 _STREAM = 7
+_LARGEST_TO_LOAD = 2**22
+"""Numbers that are loaded for every look at the loss."""
 
 
 def _gradient_with_a_past(
-    lab: Lab, subject: Subject, parameters: Parameters, batch: TextTrainBatch, loss: Loss
+    lab: Lab,
+    subject: Subject,
+    parameters: Parameters,
+    batch: TextTrainBatch,
+    loss: Loss,
+    hold: Callable[[], None],
 ) -> Tensors:
     """The gradient of one call, after another one that was cleared; its loss scale taken out.
 
@@ -325,7 +373,7 @@ def _gradient_with_a_past(
     other = make_batch(lab.domain, lab.domain.usual_shape, seed=11)
     subject.forward_backward(other, loss)
     subject.clear_gradients()
-    lab.reseed(_STREAM)
+    hold()
     subject.forward_backward(batch, differentiated)
     gradients = parameters.gradients()
     subject.clear_gradients()

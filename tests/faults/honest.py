@@ -316,12 +316,17 @@ def is_tiny() -> PlainTrainer:
 class Recomputes(Llama):
     """Computes its blocks again in backward."""
 
-    def __init__(self, config: LlamaConfig, use_reentrant: bool) -> None:
+    def __init__(
+        self, config: LlamaConfig, use_reentrant: bool, preserve_rng_state: bool = True
+    ) -> None:
         super().__init__(config)
         for layer in self.model.layers:
             assert isinstance(layer, Block)
             layer.forward = partial(  # type: ignore[method-assign]
-                checkpoint, layer.forward, use_reentrant=use_reentrant
+                checkpoint,
+                layer.forward,
+                use_reentrant=use_reentrant,
+                preserve_rng_state=preserve_rng_state,
             )
 
 

@@ -90,6 +90,15 @@ class KeepsAStalePart(ChangesGradients):
         return gradient + 0.01 * stale
 
 
+@faulty("numerics.gradient", "blocks are computed again in backward, with other dropout")
+class RecomputesWithOtherDropout(PlainTrainer):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+
+    def _make_model(self) -> Llama:
+        return Recomputes(self.model_config, use_reentrant=False, preserve_rng_state=False)
+
+
 @faulty("numerics.gradient", "all gradients are halved, as by a mean over two ranks (B204)")
 class HalvesAll(ChangesGradients):
     def _changed(self, name: str, gradient: Tensor) -> Tensor:
