@@ -39,7 +39,7 @@ def load_finds_what_was_saved_last(lab: Lab, situation: str) -> None:
         history = History(lab, folder)
         _SITUATIONS[situation](history)
         # What was loaded last isn't what was saved last.
-        history.trainer.load(history.saved[0].location)
+        history.trainer.load(history.oldest.location)
         found = _load_anew(lab, history.folder)
         if found is not None:
             _expect_latest(lab, "a new trainer's", found, history.latest)
@@ -114,6 +114,12 @@ class History:
     def latest(self) -> Saved:
         """The last full checkpoint, which `load` ought to take."""
         return self.saved[-1]
+
+    @property
+    def oldest(self) -> Saved:
+        """The first full checkpoint that is there: automatic ones may have been pruned."""
+        there = (each for each in self.saved if Path(each.location).exists())
+        return next(there, self.saved[0])
 
     @property
     def folder(self) -> Path:
@@ -217,7 +223,7 @@ def _saved_elsewhere_later(history: History) -> None:
 def _back_to_an_older_one(history: History) -> None:
     for _ in range(3):
         history.save()
-    history.trainer.load(history.saved[0].location)
+    history.trainer.load(history.oldest.location)
     history.save("another branch")
 
 

@@ -200,6 +200,14 @@ def the_default_loss_is_the_declared_one(lab: Lab, batch: TextTrainBatch) -> Non
                 "the declared default loss of the same logits in float64",
                 value_error(exact, plain, lab.dtype, scale=1.0),
             )
+    with suppress(NotChecked, CallFailed):  # the declared one needn't travel to another process
+        by_default, as_given = effects(
+            lab,
+            lambda subject: subject.forward_backward(uneven),
+            lambda subject: subject.forward_backward(uneven, declared),
+        )
+        what = "the gradient without loss_fn is that of the declared default loss as loss_fn"
+        expect_same_effect(lab, by_default, as_given, what)
 
 
 # What it does to the trainer

@@ -115,7 +115,9 @@ class Teller:
         return shown
 
     def _save(self, full: bool) -> Save:
-        path = self._subject.save(path=str(self.lab.new_folder()), weights_only=not full)
+        # Automatic ones may be pruned when others come.
+        name = f"save {len(self.saves)}"
+        path = self._subject.save(name, str(self.lab.new_folder()), weights_only=not full)
         state = _without_pending(self._state)
         save = Save(path, full, state, _shown(self.lab, self._subject))
         self.saves.append(save)

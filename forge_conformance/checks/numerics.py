@@ -77,6 +77,7 @@ _LOSSES = {"mean_nll": mean_nll, "every_logit": every_logit}
 
 _MOST_TENSORS = 24
 """Parameters that one example looks at, of larger models a random choice."""
+_MOST_WITH_THE_DEFAULT_LOSS = 4
 
 
 @check(
@@ -115,6 +116,11 @@ def the_gradient_is_the_derivative_of_the_loss(
         if found is not None and look.suspicious(found, allowed):
             expect_right_along(look, seed, allowed)
         expect_unmoved_where_zero(look, seed)
+    for look in _looks_at_the_reported_loss(lab, trainer, batch, parameters, looked_at, hold):
+        found = look.derivative(seed)
+        allowed = derivative_error(lab.arithmetic)
+        if found is not None and look.suspicious(found, allowed):
+            expect_right_along(look, seed, allowed)
 
 
 @check("numerics.microbatches", batch=batches(min_batch=3, masks=("ragged", "all")))
@@ -285,6 +291,40 @@ def _loss_meter(
         return _dropped_logits(subject, batch, hold)
 
     return Meter(lambda: loss_value(loss, held(), batch).exact, lab.arithmetic)
+
+
+def _looks_at_the_reported_loss(
+    lab: Lab,
+    subject: Subject,
+    batch: TextTrainBatch,
+    parameters: Parameters,
+    looked_at: Tensors,
+    hold: Callable[[], None],
+) -> list[Look]:
+    """A few parameters beside the gradient of the default loss, which only the trainer computes."""
+
+    def read() -> float:
+        hold()
+        loss = subject.forward_backward(batch).loss
+        subject.clear_gradients()
+        return loss
+
+    hold()
+    subject.forward_backward(batch)
+    gradients = without_loss_scale(lab, subject, parameters.gradients(), {})
+    subject.clear_gradients()
+    blur = lab.arithmetic.unit * total_norm(gradients)
+    meter = Meter(read, lab.arithmetic)
+    return [
+        Look(
+            f"{name} with the default loss",
+            weight,
+            gradients[name].double() if name in gradients else None,
+            meter,
+            blur,
+        )
+        for name, weight in list(looked_at.items())[:_MOST_WITH_THE_DEFAULT_LOSS]
+    ]
 
 
 def _way_to_hold_dropout(
