@@ -35,7 +35,7 @@ def probe(lab: Lab, subject: Subject) -> Graph | None:
 
 
 def parameters_of(lab: Lab, subject: Subject) -> Parameters:
-    """The parameters of `subject`: as declared, or the leaves that the graph shows.
+    """The parameters of `subject`: as declared, or the leaves of the graph that get a gradient.
 
     Finding them takes one `forward_backward`, whose gradients are cleared.
 
@@ -88,18 +88,18 @@ def _leaves(lab: Lab, subject: Subject) -> dict[str, Tensor]:
     if graph is None or not graph.leaves:
         subject.clear_gradients()
         raise NotChecked("the trainer's parameters are not in this process", Need.IN_PROCESS)
-    trusted = graph.readable and all(leaf.grad is not None for leaf in graph.leaves)
+    reached = {f"leaf {i}": leaf for i, leaf in enumerate(graph.leaves) if leaf.grad is not None}
     subject.clear_gradients()
-    if not trusted:
+    if not graph.readable or not reached:
         raise NotChecked(
             "the tensors that the autograd graph shows are not where gradients accumulate",
             Need.IN_PROCESS,
         )
-    if not all(isinstance(leaf, torch.nn.Parameter) for leaf in graph.leaves):
+    if not all(isinstance(leaf, torch.nn.Parameter) for leaf in reached.values()):
         again = probe(lab, subject)
         if again is None or {*map(id, again.leaves)} != {*map(id, graph.leaves)}:
             raise NotChecked(
                 "the autograd graph ends at tensors that are new in each call",
                 Need.IN_PROCESS,
             )
-    return {f"leaf {index}": leaf for index, leaf in enumerate(graph.leaves)}
+    return reached

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from forge_conformance.access import parameters_of
-from forge_conformance.finding import Undecided
+from forge_conformance.finding import NotChecked, Undecided
 from forge_conformance.lab import Lab
 from forge_conformance.observe.exported import read_weights
 from forge_conformance.observe.parameters import Tensors
@@ -50,19 +50,28 @@ def effects(lab: Lab, *programs: Program[Any]) -> list[Effect]:
     """What the calls of each program accumulate, each from an equal state with nothing pending.
 
     Read from the gradients where they can be seen; else from the weights that the declared
-    variant with plain SGD exports before and after an update; else from the logits after the
-    update that follows.
+    variant with plain SGD exports before and after an update, if they can be read; else from the
+    logits after the update that follows.
     """
     if lab.sees_gradients and not lab.stochastic:
         return [_gradients_after(lab.trainer, lab, program) for program in programs]
-    by_export = not lab.sees_gradients and "sgd" in lab.target.variants
-    if by_export and not lab.stochastic:
+    if not lab.sees_gradients and not lab.stochastic and lab.once(_sgd_exports_what_can_be_read):
         variants = _equal_variants(lab, len(programs))
         pairs = zip(variants, programs, strict=True)
         return [_exported_after(subject, lab, program) for subject, program in pairs]
     look = _gradients_after if lab.sees_gradients else _update_after
     looks = [partial(look, lab=lab, program=program) for program in programs]
     return lab.run_each(lab.twins(len(programs)), looks)
+
+
+def _sgd_exports_what_can_be_read(lab: Lab) -> bool:
+    if "sgd" not in lab.target.variants:
+        return False
+    try:
+        read_weights(lab.variant("sgd").save(path=str(lab.new_folder()), weights_only=True))
+    except NotChecked:
+        return False
+    return True
 
 
 def _gradients_after(subject: Subject, lab: Lab, program: Program[Any]) -> Effect:

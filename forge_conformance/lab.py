@@ -345,10 +345,14 @@ class Lab:
             return False
         return True
 
-    @property
+    @cached_property
     def sees_all_parameters(self) -> bool:
-        """Whether `parameters` are all there are: declared, or read from a graph without gaps."""
-        return self.target.parameters is not None or (self.graph is None or self.graph.whole)
+        """Whether the parameters found are all there are: declared, or all leaves of a graph
+        without gaps."""
+        if self.target.parameters is not None or self.graph is None:
+            return True
+        found = len(parameters_of(self, self._scout).tensors) if self.sees_gradients else 0
+        return self.graph.whole and found == len(self.graph.leaves)
 
     @cached_property
     def idle_updates(self) -> int:

@@ -111,10 +111,14 @@ def losses_of(lab: Lab, *batches: TextTrainBatch) -> list[float]:
 def expect_still_stochastic(lab: Lab, what: str, fail: Program[Any]) -> None:
     """Break the clause if no call that follows on `fail` sees dropout any more.
 
-    Judged only where every call sees it otherwise, and where the logits can be seen.
+    Judged on a trainer that hasn't failed before, only where every call sees it otherwise, and
+    where the logits can be seen.
     """
-    trainer = lab.trainer
+    trainer = lab.fresh()
     batch = make_batch(lab.domain, lab.domain.usual_shape)
+    for _ in range(4):  # at first a branch with dropout may add nothing yet
+        trainer.forward_backward(batch)
+        trainer.optim_step()
     undropped = trainer.forward(batch.input_ids)
 
     def drops() -> bool:

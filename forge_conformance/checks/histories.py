@@ -11,11 +11,13 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from forge_conformance.checks.calling import attempt
 from forge_conformance.checks.courses import course, probe_logits
 from forge_conformance.finding import NotChecked, expect, expect_near, expect_same, identical
 from forge_conformance.lab import Lab
 from forge_conformance.oracle.tolerance import Allowed
 from forge_conformance.scenarios.batches import make_batch
+from forge_conformance.scenarios.failures import raising_loss
 from forge_conformance.scenarios.histories import Act
 from forge_conformance.subject import Subject
 
@@ -94,6 +96,9 @@ class Teller:
             self._subject = new_trainer(self.lab, self.variant)
         if whose == AFTER_WEIGHTS:
             self._load(next(each for each in self.saves if not each.full), self._subject)
+        if whose != FRESH:  # loading the last checkpoint is what is done after a failure
+            batch = make_batch(self.lab.domain, self.lab.domain.usual_shape)
+            attempt(self._subject, batch, raising_loss)
         self._load(save, self._subject)
         for act in save.following:
             self._happen(act, f"the run that never stopped, after load in {whose}")

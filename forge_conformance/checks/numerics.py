@@ -95,6 +95,12 @@ def the_gradient_is_the_derivative_of_the_loss(
     kept in low precision."""
     trainer = lab.trainer
     parameters = parameters_of(lab, trainer)
+    if lab.graph is not None and lab.graph.whole and not lab.sees_all_parameters:
+        missing = len(lab.graph.leaves) - len(parameters.tensors)
+        lab.advise(
+            f"{missing} of {len(lab.graph.leaves)} tensors that the loss depends on get no "
+            "gradient: freeze them, or declare Target.parameters to have them judged"
+        )
     looked_at = _some_of(parameters.tensors, seed)
     hold = _way_to_hold_dropout(lab, trainer, parameters, looked_at, batch)
     meter = _loss_meter(lab, trainer, batch, _LOSSES[loss], hold)

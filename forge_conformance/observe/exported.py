@@ -57,10 +57,18 @@ def _by_format(saved: str) -> Iterator[Tensors]:
     if not path.exists():
         raise NotChecked("the exported weights aren't on this machine", Need.LOCAL_FILES)
     files = files_of(path)
+    safetensors = [file for file in files if _is_safetensors(file)]
     readers: list[tuple[Sequence[Path], Callable[[Path], Tensors]]] = [
-        ([file for file in files if file.suffix == ".safetensors"], _read_safetensors),
+        (safetensors, _read_safetensors),
         ([file for file in files if file.name == _DCP_METADATA], _read_distributed),
-        ([file for file in files if file.suffix in _TORCH or file == path], _read_torch),
+        (
+            [
+                file
+                for file in files
+                if (file.suffix in _TORCH or file == path) and file not in safetensors
+            ],
+            _read_torch,
+        ),
     ]
     for matching, read in readers:
         try:
@@ -126,6 +134,15 @@ def changed_copy(saved: str, folder: Path, change: Callable[[Tensors], Tensors])
     return str(copy)
 
 
+def _is_safetensors(file: Path) -> bool:
+    """By its name, or where that tells nothing by its start: the header's length, and JSON."""
+    if file.suffix or file.name.startswith("."):
+        return file.suffix == ".safetensors"
+    with file.open("rb") as stream:
+        start = stream.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") < file.stat().st_size
+
+
 def _read_safetensors(file: Path) -> Tensors:
     try:
         from safetensors.torch import load_file
@@ -141,7 +158,8 @@ def _read_torch(file: Path) -> Tensors:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise Unreadable(f"{file.name}: {str(error).splitlines()[0]}") from error
+        what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise Unreadable(f"{file.name}: {what}") from error
     return dict(_tensors_in(content, ""))
 
 

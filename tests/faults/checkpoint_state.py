@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge.api import OptimStepResult
+from forge.api import LossFn, OptimStepResult, TextTrainBatch
 from reference_impls.checkpoints import TRAINING, Checkpoint, CheckpointStore, named_tensors
 from reference_impls.llama import Block, Llama
 from reference_impls.plain import PlainTrainer
@@ -196,6 +196,25 @@ class RestoresOneGroup(Loads):
         for group in self.optimizer.param_groups[1:]:
             for p in group["params"]:
                 self.optimizer.state.pop(p, None)
+
+
+@faulty("checkpoint.resumes", "after a failed call a load brings the weights back alone")
+class LoadsHalfAfterAFailure(PlainTrainer):
+    failed = False
+
+    def _loss(self, logits: Tensor, batch: TextTrainBatch, loss_fn: LossFn | None) -> Tensor:
+        self.failed = True
+        loss = super()._loss(logits, batch, loss_fn)
+        self.failed = False
+        return loss
+
+    async def load(self, path: str | None = None) -> str:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        path = await super().load(path)
+        if self.failed and self.optimizer.state:
+            self.optimizer.load_state_dict(state)
+        self.failed = False
+        return path
 
 
 @faulty("checkpoint.resumes", "moments pass through bfloat16 (B89)")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from forge.api import ForwardBackwardResult, LossFn, TextTrainBatch
+from forge.api import ForwardBackwardResult, LossFn, OptimStepResult, TextTrainBatch
 from reference_impls.plain import PlainTrainer
 from tests.faults.corpus import faulty
 from tests.faults.forward_backward import Reports
@@ -100,6 +100,26 @@ class FailsIntoEvalMode(PlainTrainer):
         loss = super()._loss(logits, batch, loss_fn)
         self.model.train()
         return loss
+
+
+@faulty("forward_backward.failure_atomic", "after a failed call dropout is off until an update")
+class DropsNothingUntilAnUpdate(FailsIntoEvalMode):
+    def _loss(self, logits: Tensor, batch: TextTrainBatch, loss_fn: LossFn | None) -> Tensor:
+        was_training = self.model.training
+        self.model.eval()
+        loss = PlainTrainer._loss(self, logits, batch, loss_fn)
+        self.model.train(was_training)
+        return loss
+
+    async def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        was_training = self.model.training
+        logits = await super().forward(inputs)
+        self.model.train(was_training)
+        return logits
+
+    async def optim_step(self) -> OptimStepResult:
+        self.model.train()
+        return await super().optim_step()
 
 
 # Failures inside backward

@@ -90,6 +90,31 @@ class KeepsAStalePart(ChangesGradients):
         return gradient + 0.01 * stale
 
 
+class QuartersTheDefaultLoss(PlainTrainer):
+    """Reports the loss, and differentiates a quarter of it."""
+
+    def _default_loss(self, logits: Tensor, batch: TextTrainBatch) -> Tensor:
+        loss = super()._default_loss(logits, batch)
+        return loss.detach() + (loss - loss.detach()) / 4
+
+
+@faulty("numerics.gradient", "the default loss is divided by accumulation steps once reported")
+def quarters_the_default_loss() -> PlainTrainer:
+    return QuartersTheDefaultLoss()
+
+
+@faulty("forward_backward.declared_loss", "the same, beside the loss that is declared")
+def quarters_the_declared_loss() -> Target:
+    return declared(QuartersTheDefaultLoss)
+
+
+@faulty("numerics.gradient", "a z-loss is differentiated that isn't in the loss")
+class HidesAZLoss(PlainTrainer):
+    def _default_loss(self, logits: Tensor, batch: TextTrainBatch) -> Tensor:
+        size = logits.logsumexp(-1)[kept(batch)].square().sum() / kept(batch).sum().clamp(min=1)
+        return super()._default_loss(logits, batch) + 0.05 * (size - size.detach())
+
+
 @faulty("numerics.gradient", "blocks are computed again in backward, with other dropout")
 class RecomputesWithOtherDropout(PlainTrainer):
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,21 @@ class AveragesElsewhere(RunsElsewhere):
 @faulty("numerics.microbatches", "out of sight, the update averages its microbatches (B04)")
 def averages_elsewhere() -> Target:
     return with_sgd(AveragesElsewhere)
+
+
+class AveragesUnseen(AveragesElsewhere):
+    async def save(
+        self, name: str | None = None, path: str | None = None, weights_only: bool = False
+    ) -> str:
+        saved = await super().save(name, path, weights_only)
+        for file in Path(saved).glob("*.safetensors"):
+            file.write_bytes(b"a format of its own" + file.read_bytes())
+        return saved
+
+
+@faulty("forward_backward.accumulates", "the same, and what it exports can't be read")
+def averages_unseen() -> Target:
+    return with_sgd(AveragesUnseen)
 
 
 class ShrinksElsewhere(RunsElsewhere):

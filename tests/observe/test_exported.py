@@ -84,6 +84,11 @@ def test_a_checkpoint_that_is_one_file_is_read(tmp_path):
     assert read_weights(str(tmp_path / "step-3")).keys() == WEIGHTS.keys()
 
 
+def test_safetensors_are_known_without_their_suffix(tmp_path):
+    save_file(WEIGHTS, tmp_path / "step-3")
+    assert read_weights(str(tmp_path / "step-3")).keys() == WEIGHTS.keys()
+
+
 def test_a_scaled_copy_leaves_the_original_and_the_vectors(tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "copies").mkdir()
