@@ -82,6 +82,7 @@ def shapes_in(folder: Path) -> dict[str, Shape]:
 def _telling(what: str, advice: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
+            # Of a single process torch warns, although no_dist=True says that it is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as failure:

@@ -181,26 +181,12 @@ def the_default_loss_is_the_declared_one(lab: Lab, batch: TextTrainBatch) -> Non
     if declared is None:
         raise NotChecked("the default loss isn't declared", Need.DECLARED_DEFAULT_LOSS)
     uneven = make_batch(lab.domain, lab.domain.usual_shape, weights="fractional")
-    assert uneven.target_weights is not None
-    signs = torch.ones_like(uneven.target_weights)
-    signs[:, ::3] = -1.0
-    signed = replace(uneven, target_weights=uneven.target_weights * signs)
-    for given in (batch, uneven, signed):
-        try:
-            reported, logits = _loss_and_logits(lab, given)
-        except CallFailed:
-            if given is signed:  # advantages may be negative, but needn't be taken
-                continue
-            raise
-        exact, plain = loss_value(declared, logits, given)
-        if given is not signed or math.isfinite(exact):
-            expect_near(
-                reported,
-                exact,
-                "the declared default loss of the same logits in float64",
-                value_error(exact, plain, lab.dtype, scale=1.0),
-            )
-    with suppress(NotChecked, CallFailed):  # the declared one needn't travel to another process
+    for given in (batch, uneven):
+        _expect_value(lab, declared, given)
+    with suppress(CallFailed):  # weights may be negative, as advantages are, or be refused
+        _expect_value(lab, declared, _with_negative_weights(uneven))
+    # Only gradients can show the next, and the declared loss needn't travel to another process.
+    with suppress(NotChecked, CallFailed):
         by_default, as_given = effects(
             lab,
             lambda subject: subject.forward_backward(uneven),
@@ -208,6 +194,24 @@ def the_default_loss_is_the_declared_one(lab: Lab, batch: TextTrainBatch) -> Non
         )
         what = "the gradient without loss_fn is that of the declared default loss as loss_fn"
         expect_same_effect(lab, by_default, as_given, what)
+
+
+def _expect_value(lab: Lab, declared: Loss, batch: TextTrainBatch) -> None:
+    reported, logits = _loss_and_logits(lab, batch)
+    exact, plain = loss_value(declared, logits, batch)
+    expect_near(
+        reported,
+        exact,
+        "the declared default loss of the same logits in float64",
+        value_error(exact, plain, lab.dtype, scale=1.0),
+    )
+
+
+def _with_negative_weights(batch: TextTrainBatch) -> TextTrainBatch:
+    assert batch.target_weights is not None
+    weights = batch.target_weights.clone()
+    weights[:, ::3] *= -1
+    return replace(batch, target_weights=weights)
 
 
 # What it does to the trainer

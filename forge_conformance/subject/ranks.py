@@ -235,11 +235,11 @@ class Ranks:
         """Wait until the first rank has told the verdict: launchers end all when one has ended."""
         if self._store is None:
             return
-        if self.first:
-            with suppress(RuntimeError):
+        with suppress(RuntimeError):  # nobody waits any more where the store is gone
+            if self.first:
                 self._store.set(_AT_THE_END, "")
-        else:
-            self._appears(_AT_THE_END, _LONGEST_FAREWELL)
+            else:
+                self._appears(_AT_THE_END, _LONGEST_FAREWELL)
         self._store = None
 
     def _tell(self, told: Any) -> None:
@@ -265,15 +265,11 @@ class Ranks:
         """
         assert self._store is not None
         until, pause = time.monotonic() + patience, _SHORTEST_PAUSE
-        try:
-            while not self._store.check([key]):
-                if self.lost or time.monotonic() > until:
-                    return False
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        except RuntimeError as error:
-            self.lost = f"the launcher's store can't be reached: {error}"
-            return False
+        while not self._store.check([key]):
+            if self.lost or time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         return True
 
     def _read(self, rank: int) -> Any:
