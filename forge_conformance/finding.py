@@ -13,13 +13,18 @@ from forge_conformance.oracle.tolerance import Allowed, apart
 
 
 class Broken(Exception):
-    """The clause is broken: what was expected, what was seen, and how far apart they are."""
+    """The clause is broken: what was expected, what was seen, and how far apart they are.
 
-    def __init__(self, *, expected: str, seen: str, apart: str = "") -> None:
+    Args:
+        barely: The weights of a trainer that has long been trained may explain it.
+    """
+
+    def __init__(self, *, expected: str, seen: str, apart: str = "", barely: bool = False) -> None:
         super().__init__(f"expected {expected}; seen {seen}")
         self.expected = expected
         self.seen = seen
         self.apart = apart
+        self.barely = barely
 
 
 class NotChecked(Exception):
@@ -35,9 +40,9 @@ class Undecided(Exception):
     """This example shows nothing either way (no update happened, say); others may."""
 
 
-def broken(*, expected: str, seen: str, apart: str = "") -> NoReturn:
+def broken(*, expected: str, seen: str, apart: str = "", barely: bool = False) -> NoReturn:
     """Break the clause."""
-    raise Broken(expected=expected, seen=seen, apart=apart)
+    raise Broken(expected=expected, seen=seen, apart=apart, barely=barely)
 
 
 def expect(holds: bool, *, expected: str, seen: str, apart: str = "") -> None:
@@ -72,6 +77,7 @@ def expect_same(seen: Tensor, reference: Tensor, what: str, allowed: Allowed | N
             expected=what,
             seen=_worst(seen, reference),
             apart=f"{_far(distance)}; allowed {allowed.error:.2g} ({allowed.why})",
+            barely=allowed.barely_exceeded(distance),
         )
 
 
@@ -84,6 +90,7 @@ def expect_near(seen: float, reference: float, what: str, allowed: Allowed) -> N
         expected=f"{what} = {reference:.9g}",
         seen=f"{seen:.9g}",
         apart=f"{difference:.3g}; allowed {allowed.error:.2g} ({allowed.why})",
+        barely=allowed.barely_exceeded(difference, abs(reference)),
     )
 
 

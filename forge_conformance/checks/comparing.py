@@ -73,6 +73,7 @@ def expect_same_tensors(
             expected=what,
             seen=f"differs most in {name}{hint}",
             apart=f"relative distance {distance:.3g}; {limit}",
+            barely=allowed is not None and allowed.barely_exceeded(distance),
         )
 
 

@@ -14,8 +14,9 @@ from forge_conformance.checks.comparing import expect_same_effect, losses_of
 from forge_conformance.effects import effects
 from forge_conformance.finding import broken, expect, expect_near
 from forge_conformance.lab import Lab
-from forge_conformance.oracle.tolerance import value_error
+from forge_conformance.oracle.tolerance import ULPS, value_error
 from forge_conformance.scenarios.batches import kept_mask, make_batch
+from forge_conformance.scenarios.losses import summed_nll
 from forge_conformance.subject import CallFailed
 
 
@@ -64,7 +65,7 @@ def expect_kept_targets_counted(
             other = replace(given, target_ids=changed.target_ids)
             loss, with_other = losses_of(lab, given, other)
             expect(
-                loss != with_other,
+                loss != with_other or not _shows(lab, loss, logits, given, other),
                 expected=f"another loss for another id at the kept target [{row}, {column}]",
                 seen=f"loss {loss:.9g} for both",
             )
@@ -83,7 +84,7 @@ def expect_all_counted_without_mask(lab: Lab, seed: int) -> None:
             continue
         loss, with_other = losses_of(lab, batch, changed)
         expect(
-            loss != with_other,
+            loss != with_other or not _shows(lab, loss, logits, batch, changed),
             expected=f"another loss for another id at target [{row}, {column}], without a mask",
             seen=f"loss {loss:.9g} for both",
         )
@@ -101,6 +102,28 @@ def _with_another_target(
     ids = batch.target_ids.clone()
     ids[row, column] = farthest
     return replace(batch, target_ids=ids)
+
+
+def _shows(
+    lab: Lab, loss: float, logits: Tensor, batch: TextTrainBatch, other: TextTrainBatch
+) -> bool:
+    """Whether two batches' losses differ by more than `loss` resolves, as it was reported: one that
+    is computed in 16 bits can't tell one target among many.
+
+    They are taken over the kept targets, and over their weights.
+    """
+    coarse = torch.tensor(loss, dtype=torch.float64).to(lab.dtype).item() == loss
+    unit = torch.finfo(lab.dtype if coarse else torch.float32).eps
+    ones = torch.ones(batch.target_ids.shape)
+
+    def means(each: TextTrainBatch) -> tuple[float, float]:
+        kept = kept_mask(each)
+        weights = ones if each.target_weights is None else each.target_weights
+        total = summed_nll({"logits": logits}, each).item()
+        return total / kept.sum().item(), total / (weights * kept).sum().item()
+
+    pairs = zip(means(batch), means(other), strict=True)
+    return all(abs(left - right) > ULPS * unit * abs(left) for left, right in pairs)
 
 
 def _expect_right_position(
@@ -162,10 +185,10 @@ def expect_weights_are_factors(lab: Lab, batch: TextTrainBatch, logits: Tensor, 
         return replace(batch, target_ids=ids, target_weights=weights)
 
     for special in _special_ids(lab):
-        with_it, without = losses_of(lab, weighted(1.0, special), weighted(0.0, special))
-        surprise = -logits[row, column].double().log_softmax(-1)[special].item()
+        counted, left_out = weighted(1.0, special), weighted(0.0, special)
+        with_it, without = losses_of(lab, counted, left_out)
         expect(
-            with_it != without or surprise < 1e-3,
+            with_it != without or not _shows(lab, with_it, logits, counted, left_out),
             expected=f"the kept target {special} at [{row}, {column}] to count: the mask decides",
             seen=f"loss {with_it:.9g} with weight 1 and with weight 0",
         )

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,6 +121,7 @@ def expect_right_along(look: Look, seed: int, allowed: Allowed) -> None:
         apart=f"relative {typical.error:.3g}, the median of {len(found)} directions; allowed "
         f"{limit:.2g} ({allowed.why}, as many times their scatter, and a unit in the last place of "
         "the whole gradient)",
+        barely=replace(allowed, error=limit).barely_exceeded(typical.error),
     )
 
 

@@ -78,6 +78,28 @@ def test_a_break_that_comes_once_is_still_a_break(lab: Lab) -> None:
     assert outcome.verdict is Verdict.BROKE
 
 
+@pytest.mark.parametrize(
+    ("beyond", "where", "verdict"),
+    [
+        (5, "on the trainer that others trained", Verdict.HELD),
+        (5, "everywhere", Verdict.BROKE),
+        (1000, "on the trainer that others trained", Verdict.BROKE),
+    ],
+)
+def test_what_is_barely_beyond_the_tolerance_is_judged_again_on_new_trainers(
+    lab: Lab, beyond: float, where: str, verdict: Verdict
+) -> None:
+    trained = lab.trainer
+    exact = torch.ones(8)
+
+    def looks(lab: Lab) -> None:
+        off = where == "everywhere" or lab.trainer is trained
+        error = beyond * lab.logits_allowed.error if off else 0.0
+        expect_same(exact + error, exact, "ones", lab.logits_allowed)
+
+    assert judged(lab, looks).verdict is verdict
+
+
 def test_what_was_undecided_throughout_is_not_checked(lab: Lab) -> None:
     def gives_up(lab: Lab, number: int) -> None:
         raise Undecided("the learning rate is 0")
