@@ -16,14 +16,25 @@ from forge_conformance.finding import NotChecked, Undecided, broken, expect
 from forge_conformance.lab import Lab
 from forge_conformance.observe.parameters import Parameters, Tensors, copy_of
 from forge_conformance.observe.witness import Witness
-from forge_conformance.oracle.tolerance import Allowed, apart, same_graph_error, tensors_apart
+from forge_conformance.oracle.tolerance import (
+    Allowed,
+    apart,
+    halving_error,
+    same_graph_error,
+    tensors_apart,
+)
 from forge_conformance.scenarios.batches import make_batch
 from forge_conformance.scenarios.losses import mean_nll
 from forge_conformance.subject import Program, Subject
 
 
 def expect_same_effect(
-    lab: Lab, seen: Effect, reference: Effect, what: str, exact: bool = False
+    lab: Lab,
+    seen: Effect,
+    reference: Effect,
+    what: str,
+    exact: bool = False,
+    halved: bool = False,
 ) -> None:
     """Break the clause unless two sequences of calls have accumulated the same.
 
@@ -31,6 +42,7 @@ def expect_same_effect(
         what: Names both, as in "the gradient of two calls is the sum of theirs".
         exact: The arithmetic is the same in both, so that a trainer which repeats itself bitwise
             does so here.
+        halved: It is so but for halves of the loss, whose smallest gradients underflow.
 
     Raises:
         Undecided: The reference is empty, so that being equal to it says nothing.
@@ -45,8 +57,10 @@ def expect_same_effect(
         if rounding:
             why = f"{allowed.why}, and the rounding of exported weights ({rounding:.2g})"
             allowed = replace(allowed, error=allowed.error + rounding, why=why)
-        bitwise = exact and lab.repeats and not rounding
-        expect_same_tensors(seen.tensors, reference.tensors, what, None if bitwise else allowed)
+        limit: Allowed | None = allowed
+        if exact and lab.repeats and not rounding:
+            limit = halving_error(lab.dtype) if halved else None
+        expect_same_tensors(seen.tensors, reference.tensors, what, limit)
         return
     if not exact:
         raise NotChecked(

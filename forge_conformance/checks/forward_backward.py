@@ -283,9 +283,8 @@ def gradients_scale_with_the_loss(
         *(calls(batch, loss_fn=times(each, base)) for each in factors),
     )
     if not lab.stochastic:
-        expect_same_effect(
-            lab, halves, once, "two calls with half the loss accumulate what one does", exact=True
-        )
+        what = "two calls with half the loss accumulate what one does"
+        expect_same_effect(lab, halves, once, what, exact=True, halved=True)
     if once.from_gradients:
         for each, effect in zip(factors, scaled, strict=True):
             what = f"{each} times the loss has {each} times the gradient"

@@ -143,6 +143,17 @@ def same_graph_error(dtype: torch.dtype, repeated: float) -> Allowed:
     )
 
 
+def halving_error(dtype: torch.dtype) -> Allowed:
+    """For gradients of a loss and of its halves by the same arithmetic in `dtype`: relative.
+
+    Halving is exact but for the smallest numbers, which may be left of saturated targets.
+    """
+    numbers = torch.finfo(dtype)
+    return Allowed(
+        numbers.tiny / numbers.eps, f"bitwise expected but for what underflows in {_name(dtype)}"
+    )
+
+
 def _relative(measured: float, arithmetic: Arithmetic, what: str) -> Allowed:
     expected = measured * arithmetic.deeper
     return Allowed(
