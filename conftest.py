@@ -7,6 +7,7 @@ _NEED = {
     "reference_impls/titan_components.py": ["torchtitan"],
     "reference_impls/titan_parallel.py": ["torchtitan"],
     "reference_impls/monarch_actor.py": ["monarch", "torchtitan"],
+    "tests/reference_impls/titan_on_ranks.py": ["torchtitan"],
 }
 
 collect_ignore = [
