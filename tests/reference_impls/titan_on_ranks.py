@@ -282,6 +282,14 @@ def saves_and_loads_as_one(make, alone, folder):
         (folder / "afterwards.json").write_text(json.dumps(results))
 
 
+def names_in(folder):
+    """What is there while no rank writes."""
+    dist.barrier()
+    names = sorted(each.name for each in folder.iterdir())
+    dist.barrier()
+    return names
+
+
 def fails_to_save_or_load_everywhere(make, folder):
     trainer = make()
     train(trainer, BATCHES[:2])
@@ -296,7 +304,7 @@ def fails_to_save_or_load_everywhere(make, folder):
     ):
         with pytest.raises(expected):
             asyncio.run(call)
-    saved = sorted(each.name for each in folder.iterdir())
+    saved = names_in(folder)
     with pytest.MonkeyPatch.context() as patch:
         if is_last():
             patch.setattr(HuggingFaceStorageWriter, "write_data", raises)
@@ -313,7 +321,7 @@ def fails_to_save_or_load_everywhere(make, folder):
             patch.setattr(trainer.store, "read", raises)
         with pytest.raises(ArithmeticError, match="on purpose"):
             asyncio.run(trainer.load(str(folder / "of one")))
-    assert sorted(each.name for each in folder.iterdir()) == saved
+    assert names_in(folder) == saved
     after = weights(trainer), gradients(trainer), full(trainer.optimizers.state_dict())
     assert_equal(after, before)
 
