@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,6 +37,11 @@ class Meter:
 
     read: Callable[[], float]
     arithmetic: Arithmetic
+
+    @cached_property
+    def at_rest(self) -> float:
+        """The loss at the weights that every look leaves as it found them: how large it is."""
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Look:
         narrowest = max(
             (self.meter.arithmetic.dtype, self.weight.dtype), key=lambda t: torch.finfo(t).eps
         )
-        change = part * change_of_loss(narrowest, self.measure())
+        change = part * change_of_loss(narrowest, self.meter.at_rest)
         return differences.along(self.measure, self.weight, direction, self.gradient, change)
 
     def repeated(
@@ -90,7 +96,7 @@ class Look:
 
     def suspicious(self, found: Derivative, allowed: Allowed) -> bool:
         """Whether rounding and curvature don't explain how far it is from the gradient."""
-        noise = loss_noise(self.meter.arithmetic, self.measure())
+        noise = loss_noise(self.meter.arithmetic, self.meter.at_rest)
         limit = allowed.error + FACTOR * found.cut_off + self.blurred(found)
         return found.error > limit and found.change_apart > noise
 
@@ -160,7 +166,7 @@ def expect_unmoved_where_zero(look: Look, seed: int) -> None:
             found.append(abs(differences.change_between(look.measure, look.weight, part * step)))
         if not any(found[0] for found in changes):
             return
-    noise = loss_noise(look.meter.arithmetic, look.measure())
+    noise = loss_noise(look.meter.arithmetic, look.meter.at_rest)
     noise += 2 * steps[-1] * spread * look.blur
     by_step = [statistics.median(found) for found in changes]
     in_proportion = by_step[-1] > noise and all(

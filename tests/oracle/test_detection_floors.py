@@ -26,6 +26,8 @@ DEFAULT = replace(PROFILES["default"], shrinks=0)
 SEEDS = (0, 1)
 LAYER = "model.layers.1.mlp.up_proj.weight"
 HONEST_RUNS = 200
+TRAINERS = 4
+"""That share the honest runs of a precision."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
@@ -124,14 +126,11 @@ BOTH_COMPARED = [row for row in TABLE if row.comparison == "autograd"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(TRAINERS))
 @pytest.mark.parametrize("row", BOTH_COMPARED, ids=lambda row: row.precision)
-def test_no_honest_run_is_failed(row: Row) -> None:
-    trainers = 4
-    examples = round(HONEST_RUNS / trainers / CHECKS["numerics.gradient"].share)
-    runs = 0
-    for seed in range(trainers):
-        target = Target(lambda seed=seed: Plants(row, seed=seed), parameters=named_parameters)
-        found = outcome(target, seed, examples)
-        assert found.verdict is Verdict.HELD, found.finding or found.reason
-        runs += found.examples
-    assert runs == HONEST_RUNS
+def test_no_honest_run_is_failed(row: Row, seed: int) -> None:
+    runs = HONEST_RUNS // TRAINERS
+    target = Target(lambda: Plants(row, seed=seed), parameters=named_parameters)
+    found = outcome(target, seed, round(runs / CHECKS["numerics.gradient"].share))
+    assert found.verdict is Verdict.HELD, found.finding or found.reason
+    assert found.examples == runs
