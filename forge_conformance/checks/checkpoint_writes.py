@@ -133,8 +133,9 @@ def a_killed_save_loses_nothing_else(
     require_default_folder(lab)
     folder = lab.new_folder()
     killed = lab.elsewhere.run(_save_and_die, moment, by_time, name, folder=folder)
-    saves = _saves_before(killed, folder)
-    after = lab.elsewhere.run(_look_after_a_crash, [save.path for save in saves], folder=folder)
+    *saves, last = _saves_before(killed, folder)
+    paths = [save.path for save in saves]
+    after = lab.elsewhere.run(_look_after_a_crash, paths, last.path, folder=folder)
     at = f"{moment / 2:g} % of its time" if by_time else "a change of a file"
     what = f"a process killed in save(name={name!r}) at {at}"
     expect(
@@ -144,12 +145,11 @@ def a_killed_save_loses_nothing_else(
     )
     found: _AfterCrash = after.value
     complete = {_kind(save): save.logits for save in saves}
-    last = next((each for each in killed.sent if each.name == "last"), None)
-    took_last = last is not None and _same(lab, found.latest, last.logits)
+    took_last = _same(lab, found.latest, last.logits)
     if took_last:
         going_on = f"after {what}, the state that was being saved is whole"
         expect_same_course(lab, found.course, found.course_of_last, going_on)
-    candidates = [*complete.values(), *([last.logits] if last else [])]
+    candidates = [*complete.values(), last.logits]
     expect(
         any(_same(lab, found.latest, logits) for logits in candidates),
         expected=f"after {what}, load() to give one of {len(candidates)} states that were saved",
@@ -159,7 +159,7 @@ def a_killed_save_loses_nothing_else(
         if logits is None and save.name is None and name is None and took_last:
             continue  # an automatic one may go once a newer one is complete
         overwritten = save.name == name and name is not None
-        allowed = [save.logits, *([last.logits] if overwritten and last else [])]
+        allowed = [save.logits, *([last.logits] if overwritten else [])]
         if logits is not None and any(_same(lab, logits, each) for each in allowed):
             continue
         if overwritten:
@@ -288,8 +288,10 @@ def _save_and_die(lab: Lab, moment: int, by_time: bool, name: str | None) -> Non
     _save_completely(lab, subject, None)
     course(lab, subject, lab.idle_updates + 1, seed=30)
     last = probe_logits(lab, subject)
-    subject.load(subject.save("last", _FOLDER_OF_LAST))
-    send(_Saved("last", _FOLDER_OF_LAST, last))
+    # Saved already, where the killed save changes nothing, so that the two can be compared.
+    path = subject.save("last", "elsewhere")
+    subject.load(path)
+    send(_Saved("last", path, last))
     killing: AbstractContextManager[None] = nullcontext()
     # What another process does to files isn't seen here: one that writes them is killed by time.
     if by_time or others_of_session(os.getsid(0)):
@@ -301,10 +303,6 @@ def _save_and_die(lab: Lab, moment: int, by_time: bool, name: str | None) -> Non
         subject.save(name)
 
 
-_FOLDER_OF_LAST = "elsewhere"
-"""Where the state that is to be saved has been saved already, so that it can be compared."""
-
-
 def _save_completely(lab: Lab, subject: Subject, name: str | None) -> None:
     logits = probe_logits(lab, subject)
     path = subject.save(name)
@@ -312,12 +310,12 @@ def _save_completely(lab: Lab, subject: Subject, name: str | None) -> None:
     send(_Saved(name, path, logits))
 
 
-def _look_after_a_crash(lab: Lab, paths: list[str]) -> _AfterCrash:
+def _look_after_a_crash(lab: Lab, paths: list[str], path_of_last: str) -> _AfterCrash:
     subject = lab.fresh()
     subject.load()
     latest = probe_logits(lab, subject)
     going_on = course(lab, subject, 2, seed=60)
-    subject.load(str(Path(_FOLDER_OF_LAST, "last").absolute()))
+    subject.load(path_of_last)
     course_of_last = course(lab, subject, 2, seed=60)
     by_path = [_loaded(lab, subject, path) for path in paths]
     course(lab, subject, lab.idle_updates + 1, seed=50)
@@ -414,15 +412,16 @@ def _outcome(lab: Lab, program: Callable[..., T], *arguments: Any) -> T:
 
 
 def _saves_before(killed: Ended, folder: Path) -> list[_Saved]:
+    """What was saved before the process died; at last the state that it died saving."""
     expect(
         not killed.failure,
         expected="three saves, one after the other, to work",
         seen=killed.failure,
     )
-    saves = [each for each in killed.sent if each.name != "last"]
-    if len(saves) < 2:
+    saves: list[_Saved] = killed.sent
+    if len(saves) < 3:
         raise NotChecked("the process was killed before it was meant to be")
-    if not any(Path(folder, save.path).exists() for save in saves):
+    if not any(Path(folder, save.path).exists() for save in saves[:-1]):
         raise NotChecked("what another process saves isn't seen here", Need.LOCAL_FILES)
     return saves
 
