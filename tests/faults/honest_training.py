@@ -129,6 +129,16 @@ class KeepsRatiosOfRates(PlainTrainer):
         self.optimizer.step()
 
 
+@honest("its optimizer steps at a rate of 1, and it scales the step itself by the schedule")
+class ScalesTheStepItself(PlainTrainer):
+    def _apply_update(self, learning_rate: float) -> None:
+        before = {name: p.detach().clone() for name, p in self._trainable().items()}
+        super()._apply_update(1.0)
+        with torch.no_grad():
+            for name, p in self._trainable().items():
+                p.copy_(torch.lerp(before[name], p, learning_rate))
+
+
 @honest("groups with and without decay, one of them at a quarter of the rate, are declared")
 def has_groups_with_rates_of_their_own() -> Target:
     made = declared(KeepsRatiosOfRates, optimizer=grouped)

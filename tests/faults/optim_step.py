@@ -150,21 +150,25 @@ class LeavesTheAccumulator(MainGradients):
 # The rate
 
 
+@faulty("optim_step.lr_used", "the rate is read after the schedule has moved on, undeclared")
+class ReportsTheRateAfter(Reports):
+    def _reported(self, result: OptimStepResult) -> OptimStepResult:
+        return replace(result, learning_rate=self._learning_rate())
+
+
+@faulty("optim_step.lr_used", "the rate reported is the configured peak, undeclared")
+class ReportsThePeak(Reports):
+    def _reported(self, result: OptimStepResult) -> OptimStepResult:
+        return replace(result, learning_rate=0.01)
+
+
 @faulty("optim_step.lr_used", "the rate is read after the schedule has moved on")
 def reports_the_next_rate() -> Target:
-    class ReportsTheNextRate(Reports):
-        def _reported(self, result: OptimStepResult) -> OptimStepResult:
-            return replace(result, learning_rate=self._learning_rate())
-
-    return declared(ReportsTheNextRate)
+    return declared(ReportsTheRateAfter)
 
 
 @faulty("optim_step.lr_used", "the rate reported is the configured peak")
 def reports_the_peak() -> Target:
-    class ReportsThePeak(Reports):
-        def _reported(self, result: OptimStepResult) -> OptimStepResult:
-            return replace(result, learning_rate=0.01)
-
     return declared(ReportsThePeak)
 
 
